@@ -1,0 +1,34 @@
+# `make quickstart` trains the demonstration; `make test` runs the suite. Both build .venv first; PYTHON picks its Python.
+PYTHON ?= python3
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+JOBS ?= 2
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+
+.PHONY: install quickstart test slow benchmarks lint clean
+
+install: $(VENV)/.installed
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+quickstart: install
+	$(BIN)/rljax train experiments/quickstart.py
+
+test: install
+	$(BIN)/python -m pytest -n $(JOBS) tests
+
+slow: install
+	$(BIN)/python -m pytest -m slow tests
+
+benchmarks: install
+	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python benchmarks/sharding.py
+
+lint:
+	$(BIN)/python -m pip install --quiet ruff
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv* .cache

@@ -1,0 +1,1 @@
+"""Sampling from a language model with a key/value cache."""

@@ -1,0 +1,40 @@
+"""Resharding: a pytree from one mesh to another, with the bytes that must travel."""
+
+from functools import lru_cache
+from math import prod
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+
+def move(tree, shardings):
+    """Copies every array to its target sharding, on the same devices or others, and verifies where it arrived.
+
+    `shardings` is a pytree of `NamedSharding` like `tree`. Asynchronous, like every JAX computation.
+    """
+    moved = jax.device_put(tree, shardings)
+    for (path, x), target in zip(jax.tree.leaves_with_path(moved), jax.tree.leaves(shardings), strict=True):
+        if not x.sharding.is_equivalent_to(target, x.ndim):
+            raise RuntimeError(f"{jax.tree_util.keystr(path)} arrived as {x.sharding}, not {target}")
+    return moved
+
+
+def bytes_to_move(tree, shardings) -> int:
+    """The least bytes that all devices together must receive to turn `tree` into `shardings`.
+
+    Per device: the bytes of the shard it needs, less the part of it that it already holds.
+    """
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings, is_leaf=lambda s: isinstance(s, Sharding)), strict=True)
+    return sum(_elements(x.shape, x.sharding, target) * x.dtype.itemsize for x, target in leaves)
+
+
+@lru_cache(maxsize=4096)
+def _elements(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> int:
+    held = source.devices_indices_map(shape)
+    total = 0
+    for device, needed in target.devices_indices_map(shape).items():
+        need = [s.indices(n)[:2] for s, n in zip(needed, shape)]
+        have = [s.indices(n)[:2] for s, n in zip(held[device], shape)] if device in held else [(0, 0)] * len(shape)
+        overlap = prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(need, have))
+        total += prod(b - a for a, b in need) - (overlap if device in held else 0)
+    return total

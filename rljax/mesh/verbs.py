@@ -1,0 +1,63 @@
+"""Communication that one can read. Shardings are part of array types, so a verb takes arrays and says what moves."""
+
+from math import prod
+
+import jax
+from jax import P, lax
+
+from rljax.mesh.axes import BATCH
+
+TOKENS = (*BATCH, "seq")  # the axes that tokens are split over: a weight's gradient is a sum over them
+
+
+def spec_of(x) -> P:
+    """The placement in an array's type."""
+    return jax.typeof(x).sharding.spec
+
+
+def axes_of(entry) -> tuple[str, ...]:
+    """The mesh axes in one entry of a placement: None, a name or a tuple of names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def without(spec: P, *axes: str) -> P:
+    """The placement with some mesh axes removed: what an array has after gathering over them."""
+    kept = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in spec.partitions)
+    return P(*(k[0] if len(k) == 1 else k or None for k in kept))
+
+
+def shards(x, dim: int) -> int:
+    """Into how many parts dimension `dim` of x is split on the mesh in use."""
+    sizes = jax.typeof(x).sharding.mesh.shape
+    return prod(sizes[axis] for axis in axes_of(spec_of(x).partitions[dim]))
+
+
+def reduced(x, axes=TOKENS):
+    """The same weights, their gradient left as one unreduced sum per device over `axes` until this is transposed.
+
+    Stated once before a loop over microbatches, the sum over replicas happens once after it. Elementwise use is a type
+    error, so scales and biases stay out.
+    """
+    spec = spec_of(x)
+    used = {axis for entry in spec.partitions for axis in axes_of(entry)}
+    return jax.reshard(x, P(*spec.partitions, reduced=spec.reduced | (frozenset(axes) - used)))
+
+
+def gather(x, axis: str):
+    """All-gather over one mesh axis, along the dimension it splits; x itself where it splits none.
+
+    The transpose is a reduce-scatter of the cotangents' unreduced sum. A plain reshard would transpose to an
+    all-reduce of the whole array followed by a slice, on CPU and TPU alike: twice the bytes and the whole buffer.
+    Where other axes split the same dimension, `axis` must be the innermost of them, so that shards are contiguous.
+    """
+    spec = spec_of(x)
+    dims = [d for d, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
+    if not dims:
+        return x
+    (d,) = dims
+    if axes_of(spec.partitions[d])[-1] != axis:
+        raise ValueError(f"gather over {axis!r}: it must be the innermost axis of dimension {d} of {spec}")
+    out = P(*without(spec, axis), reduced=spec.reduced | {axis})
+    if shards(x, d) == 1:  # nothing moves, and JAX 0.10 cannot lower this island's transpose on a mesh of one device
+        return jax.reshard(x, out)
+    return jax.shard_map(lambda x: lax.all_gather(x, axis, axis=d, tiled=True, to="reduced"), out_specs=out)(x)

@@ -1,0 +1,1 @@
+"""Language models: one tensor table and a few pure functions of it."""

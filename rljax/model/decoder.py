@@ -1,0 +1,228 @@
+"""The decoder of the Llama family: one table of tensors and a few functions of them.
+
+Grouped-query attention, rotary positions, RMSNorm, SwiGLU; optional q/k norm, qkv bias and tied embeddings.
+Placements are stated where arrays are born (the table, the embedding, a fresh cache); types carry them from there.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import P, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.mesh import BATCH, gather, reduced, spec_of
+from rljax.model import attention, nn
+from rljax.model.table import LM, Tensor
+from rljax.types import Tokens
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Sizes and options of a decoder. `compute` is the dtype that activations and gathered weights have."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tied: bool = False
+    compute: str = "float32"
+
+    def __post_init__(self):
+        for field in ("vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
+        if self.compute not in ("float32", "bfloat16"):
+            raise ValueError(f"compute={self.compute!r} must be 'float32' or 'bfloat16'")
+
+    def build(self) -> LM:
+        bind = lambda f: partial(f, self)
+        return LM(
+            table(self), bind(embed), bind(block), bind(norm), bind(project), bind(empty_cache), bind(extend),
+            (self.heads, self.kv_heads), self.vocab,
+        )  # fmt: skip
+
+
+@struct.dataclass
+class Layer:
+    """Weights of one layer, or of all of them stacked; what an option leaves out is None."""
+
+    norm1: Array
+    wq: Array
+    wk: Array
+    wv: Array
+    bq: Array | None
+    bk: Array | None
+    bv: Array | None
+    q_norm: Array | None
+    k_norm: Array | None
+    wo: Array
+    norm2: Array
+    gate: Array
+    up: Array
+    down: Array
+
+
+@struct.dataclass
+class Params:
+    embed: Array
+    layers: Layer
+    norm: Array
+    unembed: Array | None
+
+
+@struct.dataclass
+class Cache:
+    """Keys and values by slot; slot t of a row holds its token t."""
+
+    k: Float[Array, "L B T K H"]
+    v: Float[Array, "L B T K H"]
+
+
+class Frame(NamedTuple):
+    """What every block reads besides the residual stream."""
+
+    rope: tuple[Array, Array]
+    mask: Bool[Array, "B S T"]
+
+
+def table(m: Decoder) -> Params:
+    L, D, F, V = m.layers, m.width, m.ffn, m.vocab
+    Q, KV, H = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.head_dim
+    at = "model.layers.{}."
+    column, row = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
+    when = lambda wanted, tensor: tensor if wanted else None
+    return Params(
+        embed=Tensor("model.embed_tokens.weight", "V D", (V, D), P("tensor", "fsdp"), 1 / sqrt(D)),
+        layers=Layer(
+            norm1=Tensor(at + "input_layernorm.weight", "L D", (L, D), P(None, None), 1),
+            wq=Tensor(at + "self_attn.q_proj.weight", "L D N*H", (L, D, Q), column, 1 / sqrt(D)),
+            wk=Tensor(at + "self_attn.k_proj.weight", "L D K*H", (L, D, KV), column, 1 / sqrt(D)),
+            wv=Tensor(at + "self_attn.v_proj.weight", "L D K*H", (L, D, KV), column, 1 / sqrt(D)),
+            bq=when(m.qkv_bias, Tensor(at + "self_attn.q_proj.bias", "L N*H", (L, Q), P(None, "tensor"), 0)),
+            bk=when(m.qkv_bias, Tensor(at + "self_attn.k_proj.bias", "L K*H", (L, KV), P(None, "tensor"), 0)),
+            bv=when(m.qkv_bias, Tensor(at + "self_attn.v_proj.bias", "L K*H", (L, KV), P(None, "tensor"), 0)),
+            q_norm=when(m.qk_norm, Tensor(at + "self_attn.q_norm.weight", "L H", (L, H), P(None, None), 1)),
+            k_norm=when(m.qk_norm, Tensor(at + "self_attn.k_norm.weight", "L H", (L, H), P(None, None), 1)),
+            wo=Tensor(at + "self_attn.o_proj.weight", "L N*H D", (L, Q, D), row, 1 / sqrt(Q)),
+            norm2=Tensor(at + "post_attention_layernorm.weight", "L D", (L, D), P(None, None), 1),
+            gate=Tensor(at + "mlp.gate_proj.weight", "L D F", (L, D, F), column, 1 / sqrt(D)),
+            up=Tensor(at + "mlp.up_proj.weight", "L D F", (L, D, F), column, 1 / sqrt(D)),
+            down=Tensor(at + "mlp.down_proj.weight", "L F D", (L, F, D), row, 1 / sqrt(F)),
+        ),
+        norm=Tensor("model.norm.weight", "D", (D,), P(None), 1),
+        unembed=when(not m.tied, Tensor("lm_head.weight", "D V", (D, V), P("fsdp", "tensor"), 1 / sqrt(D))),
+    )
+
+
+def weight(m: Decoder, w: Array) -> Array:
+    """A matrix as its matmul reads it: in the compute dtype, whole over fsdp. Named, so that no remat choice keeps it."""
+    return checkpoint_name(gather(reduced(w.astype(m.compute)), "fsdp"), "gathered")
+
+
+def embed(m: Decoder, p: Params, tokens: Tokens) -> tuple[Float[Array, "B T D"], Frame]:
+    """The residual stream, split over seq from here on, and the frame that its blocks share."""
+    split = lambda x: jax.reshard(x, P(BATCH, "seq"))
+    x = _embed(m, p, tokens.ids, P(BATCH, "seq", None))
+    index = jnp.arange(tokens.ids.shape[1])
+    causal = jax.reshard(index, P("seq"))[:, None] >= index[None]
+    segments = tokens.segments
+    same = (split(segments)[:, :, None] == segments[:, None]) & (segments > 0)[:, None]
+    return x, Frame(nn.rope(split(tokens.positions), m.head_dim, m.rope_theta), same & causal[None])
+
+
+def _embed(m: Decoder, p: Params, ids, spec: P):
+    return weight(m, p.embed).at[ids].get(out_sharding=spec)
+
+
+def block(m: Decoder, x: Float[Array, "B T D"], w: Layer, frame: Frame) -> Float[Array, "B T D"]:
+    """One layer on whole sequences."""
+    q, k, v = _qkv(m, nn.rms_norm(x, w.norm1, m.norm_eps), w, frame.rope)
+    return _rest(m, x, attention.dense(q, gather(k, "seq"), gather(v, "seq"), frame.mask), w)
+
+
+def _qkv(m: Decoder, h, w: Layer, table):
+    def heads(matrix, bias, n):
+        y = nn.matmul(h, weight(m, matrix))
+        y = y if bias is None else y + bias.astype(y.dtype)[None, None]
+        return jnp.reshape(y, (*y.shape[:2], n, m.head_dim), out_sharding=P(*spec_of(y).partitions, None))
+
+    q, k, v = heads(w.wq, w.bq, m.heads), heads(w.wk, w.bk, m.kv_heads), heads(w.wv, w.bv, m.kv_heads)
+    if m.qk_norm:
+        q, k = nn.rms_norm(q, w.q_norm, m.norm_eps), nn.rms_norm(k, w.k_norm, m.norm_eps)
+    return nn.rotate(q, table), nn.rotate(k, table), v
+
+
+def _rest(m: Decoder, x, attended: Float[Array, "B T N H"], w: Layer):
+    """What follows attention: its output projection and the feed-forward, each added to the stream."""
+    b, t, *_ = attended.shape
+    a = jnp.reshape(attended, (b, t, m.heads * m.head_dim), out_sharding=P(*spec_of(attended).partitions[:3]))
+    x = x + checkpoint_name(nn.matmul(a, weight(m, w.wo), spec_of(x)), "attention")
+    h = nn.rms_norm(x, w.norm2, m.norm_eps)
+    return x + checkpoint_name(nn.swiglu(h, weight(m, w.gate), weight(m, w.up), weight(m, w.down)), "ffn")
+
+
+def norm(m: Decoder, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return nn.rms_norm(x, p.norm, m.norm_eps)
+
+
+def project(m: Decoder, p: Params):
+    """Hidden states to logits, the head gathered once however often the result is called."""
+    w, eq = (weight(m, p.embed), "...d,vd->...v") if m.tied else (weight(m, p.unembed), "...d,dv->...v")
+    return lambda h: jnp.einsum(eq, h, w, preferred_element_type=jnp.float32)
+
+
+def empty_cache(m: Decoder, rows: int, slots: int) -> Cache:
+    """Rows split over the batch axes, key/value heads over tensor."""
+    shape, spec = (m.layers, rows, slots, m.kv_heads, m.head_dim), P(None, BATCH, None, "tensor", None)
+    return Cache(*(jnp.zeros(shape, m.compute, out_sharding=spec) for _ in range(2)))
+
+
+def extend(
+    m: Decoder, p: Params, ids: Int[Array, "B S"], cache: Cache, lengths: Int[Array, "B"], window: int | None = None
+) -> tuple[Float[Array, "B S D"], Cache]:
+    """Appends S tokens to each row at its own length, and the hidden states after each; prefill and decode alike.
+
+    Attention reads the first `window` slots (default all): the caller promises lengths + S <= window.
+    The cache is carried through the layers, so that it is updated in place: as a scan's xs and ys it is copied whole.
+    """
+    window = window or cache.k.shape[2]
+    positions = lengths[:, None] + jnp.arange(ids.shape[1])[None]
+    rope = nn.rope(positions, m.head_dim, m.rope_theta)
+    mask = positions[:, :, None] >= jnp.arange(window)[None, None]
+
+    def layer(carry, scanned):
+        x, cache = carry
+        i, w = scanned
+        q, k, v = _qkv(m, nn.rms_norm(x, w.norm1, m.norm_eps), w, rope)
+        cache = Cache(_append(cache.k, k, i, lengths), _append(cache.v, v, i, lengths))
+        read = lambda c: lax.dynamic_index_in_dim(c, i, keepdims=False)[:, :window]
+        return (_rest(m, x, attention.dense(q, read(cache.k), read(cache.v), mask), w), cache), None
+
+    carry = (_embed(m, p, ids, P(*spec_of(ids).partitions, None)), cache)
+    (x, cache), _ = lax.scan(layer, carry, (jnp.arange(m.layers), p.layers), unroll=m.layers <= UNROLL)
+    return norm(m, p, x), cache
+
+
+def _append(cache: Float[Array, "L B T K H"], new: Float[Array, "B S K H"], layer, lengths: Int[Array, "B"]):
+    write = lambda row, new, at: lax.dynamic_update_slice(row, new[None], (layer, at, 0, 0))
+    return jax.vmap(write, in_axes=(1, 0, 0), out_axes=1)(cache, new, lengths)
+
+
+UNROLL = 4  # so few layers run faster unrolled than scanned, and compile as fast

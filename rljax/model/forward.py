@@ -1,0 +1,87 @@
+"""From tokens to hidden states to log-probabilities, for any `LM`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax
+from jax.ad_checkpoint import checkpoint_policies as policies
+from jaxtyping import Array, Bool, Float
+
+from rljax.mesh import BATCH, shards
+from rljax.model.decoder import UNROLL
+from rljax.model.table import LM
+from rljax.types import Tokens
+
+# What the backward pass finds stored, per block. Weights gathered over fsdp are never kept: keeping them undoes ZeRO-3.
+REMAT = {
+    "none": policies.save_anything_except_these_names("gathered"),
+    "block": policies.nothing_saveable,
+    "names": policies.save_only_these_names("attention", "ffn"),
+}
+LOGITS = 2**24  # float32 logits that may live on a device at a time (64 MiB)
+
+
+def hidden(lm: LM, params, tokens: Tokens, remat: str = "block") -> Float[Array, "B T D"]:
+    """Hidden states after the last norm: the scanned blocks, each under `jax.checkpoint`."""
+    x, frame = lm.embed(params, tokens)
+    step = jax.checkpoint(lambda x, w: (lm.block(x, w, frame), None), policy=REMAT[remat])
+    layers = jax.tree.leaves(params.layers)[0].shape[0]
+    x, _ = lax.scan(step, x, params.layers, unroll=layers <= UNROLL)
+    return lm.norm(params, x)
+
+
+def logprobs(
+    lm: LM,
+    params,
+    tokens: Tokens,
+    mask: Bool[Array, "B T"],
+    adjust: Callable = lambda logits, target: logits,
+    remat: str = "block",
+    logits: int = LOGITS,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probability of each masked token given those before it, and the entropy of its distribution, in float32.
+
+    0 off the mask. `adjust` turns logits into those of the distribution sampled from (temperature, truncation).
+    Positions go through the vocabulary in chunks of at most `logits` values a device, recomputed in the backward pass,
+    and a chunk in which no row needs a position is skipped: no `[B T V]` array ever lives.
+    """
+    h = hidden(lm, params, tokens, remat)
+    project = lm.project(params)
+    b, t = tokens.ids.shape
+    rows, seq = shards(h, 0), shards(h, 1)
+    vocab = lm.vocab // jax.typeof(h).sharding.mesh.shape["tensor"]
+    most = max(1, logits // (b // rows * vocab))
+    size = max(c for c in range(1, t // seq + 1) if t // seq % c == 0 and c <= most)
+    n = t // seq // size
+    fold = lambda x, *spec: jnp.reshape(x, (b, seq, n, size, *x.shape[2:]), out_sharding=P(BATCH, "seq", None, None, *spec))
+    early = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1)))  # entry t now belongs to the state before the token
+
+    def some(h, target, wanted):
+        z = adjust(project(h), target)
+        peak = lax.stop_gradient(jnp.max(z, -1, keepdims=True))
+        e = jnp.exp(z - peak)
+        total = jnp.sum(e, -1, keepdims=True)
+        log = z - peak - jnp.log(total)
+        # a sum over the vocabulary reads it where it lies, split over tensor; indexing could not
+        hit = target[..., None] == jnp.arange(z.shape[-1])[None, None, None]
+        entropy = -jnp.sum(jnp.where(jnp.isfinite(log), e / total * log, 0.0), -1)
+        logp = jnp.sum(jnp.where(hit, log, 0.0), -1)
+        return jnp.where(wanted, logp, 0.0), jnp.where(wanted, entropy, 0.0)
+
+    def chunk(_, args):
+        if n == 1:
+            return None, some(*args)
+        nothing = lambda *args: (jnp.zeros_like(args[1], jnp.float32),) * 2
+        return None, lax.cond(jnp.any(args[2]), some, nothing, *args)
+
+    scanned = fold(h, None), fold(early(tokens.ids)), fold(early(mask))
+    scanned = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), scanned)
+    _, out = lax.scan(jax.checkpoint(chunk), None, scanned)
+
+    def late(x):
+        x = jnp.reshape(jnp.moveaxis(x, 0, 2), (b, t), out_sharding=P(BATCH, "seq"))
+        x = jax.reshard(x, P(BATCH, None))
+        return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+
+    return jax.tree.map(late, out)

@@ -1,0 +1,109 @@
+"""One table per model: shape, placement, initializer and checkpoint name of every tensor, side by side.
+
+Placements, initial values, abstract parameters, checkpoint targets and byte counts all derive from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jax.sharding import NamedSharding
+
+from rljax.mesh import Layout
+from rljax.mesh.verbs import axes_of, without
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter, stacked over layers where its first dimension is L."""
+
+    name: str  # in a Hugging Face checkpoint; {} stands for the layer
+    dims: str  # a letter or product of letters per dimension, such as "L D N*H"
+    shape: tuple[int, ...]
+    spec: P  # placement with fsdp applied (ZeRO-3)
+    std: float  # of the initial normal distribution; 0 for zeros and 1 for ones
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+class LM(NamedTuple):
+    """What the rest of the system knows of an architecture: a table and pure functions of parameters."""
+
+    table: Any  # pytree of Tensor
+    embed: Callable  # params, Tokens -> x [B T D], frame (what every block reads besides x)
+    block: Callable  # x, one layer's weights, frame -> x
+    norm: Callable  # params, x -> h [B T D]
+    project: Callable  # params -> (h [... D] -> logits [... V] float32); gathers the head once
+    cache: Callable  # rows, slots -> empty cache, its rows split over the batch axes
+    extend: Callable  # params, ids [B S], cache, lengths [B], window -> h [B S D], cache
+    heads: tuple[int, int]  # query and key/value heads: what the tensor axis must divide
+    vocab: int
+
+
+def is_tensor(x) -> bool:
+    return isinstance(x, Tensor)
+
+
+def map_table(f: Callable, table, *trees):
+    """`jax.tree.map` over the Tensors of a table."""
+    return jax.tree.map(f, table, *trees, is_leaf=is_tensor)
+
+
+def specs(table, zero: int = 3):
+    """The placement of every parameter: split over fsdp at ZeRO-3, replicated over it at 0."""
+    return map_table(lambda t: t.spec if zero == 3 else without(t.spec, "fsdp"), table)
+
+
+def shardings(table, mesh: jax.sharding.Mesh, zero: int = 3):
+    """The sharding of every parameter on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(table, zero), is_leaf=lambda s: isinstance(s, P))
+
+
+def abstract(table, mesh, zero: int = 3, dtype=jnp.float32):
+    """Parameters without values: what a compiler or a restored checkpoint needs to know of them."""
+    where = shardings(table, mesh, zero)
+    return map_table(lambda t, s: jax.ShapeDtypeStruct(t.shape, dtype, sharding=s), table, where)
+
+
+def init(table, key, zero: int = 3, dtype=jnp.float32):
+    """Initial parameters, a function of (key, tensor name, shape) alone, so equal on every layout."""
+
+    def one(t: Tensor):
+        spec = t.spec if zero == 3 else without(t.spec, "fsdp")
+        if t.std in (0, 1):
+            return jnp.full(t.shape, t.std, dtype, out_sharding=spec)
+        k = jax.random.fold_in(key, crc32(t.name.encode()))
+        return (jax.random.normal(k, t.shape, jnp.float32, out_sharding=spec) * t.std).astype(dtype)
+
+    return map_table(one, table)
+
+
+def count(table) -> int:
+    """Number of parameters."""
+    return sum(t.size for t in jax.tree.leaves(table, is_leaf=is_tensor))
+
+
+def misfits(lm: LM, layout: Layout, zero: int) -> list[str]:
+    """One line for each rule that a layout breaks: heads and split dimensions must divide."""
+    lines = []
+    for what, n in zip(("heads", "key/value heads"), lm.heads):
+        if n % layout.tensor:
+            lines.append(f"{n} {what} do not divide over tensor={layout.tensor}: {_fits(n)} would")
+    for t in jax.tree.leaves(lm.table, is_leaf=is_tensor):
+        for dim, size, entry in zip(t.dims.split(), t.shape, t.spec if zero == 3 else without(t.spec, "fsdp")):
+            ways = prod(getattr(layout, axis) for axis in axes_of(entry))
+            if size % ways:
+                over = " ".join(f"{axis}={getattr(layout, axis)}" for axis in axes_of(entry))
+                lines.append(f"{t.name}: dimension {dim} = {size} does not divide over {over}: {_fits(size)} would")
+    return list(dict.fromkeys(lines))
+
+
+def _fits(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, min(n, 64) + 1) if n % d == 0)
