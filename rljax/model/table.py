@@ -32,6 +32,11 @@ class Tensor:
     def size(self) -> int:
         return prod(self.shape)
 
+    @property
+    def matrix(self) -> bool:
+        """Multiplied with activations, rather than scaling or shifting them: what decays, is cast and is gathered."""
+        return sum(dim != "L" for dim in self.dims.split()) == 2
+
 
 class LM(NamedTuple):
     """What the rest of the system knows of an architecture: a table and pure functions of parameters."""

@@ -1,0 +1,1 @@
+"""What completions are worth: rewards on the host, advantages of them."""

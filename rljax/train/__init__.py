@@ -1,0 +1,1 @@
+"""Losses, reductions, objectives and the update they make."""
