@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from rljax.mesh import BATCH, gather, reduced, spec_of
 from rljax.model import attention, nn
@@ -99,7 +99,7 @@ class Frame(NamedTuple):
     """What every block reads besides the residual stream."""
 
     rope: tuple[Array, Array]
-    mask: Bool[Array, "B S T"]
+    segments: attention.Segments
 
 
 def table(m: Decoder) -> Params:
@@ -140,11 +140,8 @@ def embed(m: Decoder, p: Params, tokens: Tokens) -> tuple[Float[Array, "B T D"],
     """The residual stream, split over seq from here on, and the frame that its blocks share."""
     split = lambda x: jax.reshard(x, P(BATCH, "seq"))
     x = _embed(m, p, tokens.ids, P(BATCH, "seq", None))
-    index = jnp.arange(tokens.ids.shape[1])
-    causal = jax.reshard(index, P("seq"))[:, None] >= index[None]
-    segments = tokens.segments
-    same = (split(segments)[:, :, None] == segments[:, None]) & (segments > 0)[:, None]
-    return x, Frame(nn.rope(split(tokens.positions), m.head_dim, m.rope_theta), same & causal[None])
+    rope = nn.rope(split(tokens.positions), m.head_dim, m.rope_theta)
+    return x, Frame(rope, attention.Segments(split(tokens.segments), tokens.segments))
 
 
 def _embed(m: Decoder, p: Params, ids, spec: P):
@@ -154,7 +151,7 @@ def _embed(m: Decoder, p: Params, ids, spec: P):
 def block(m: Decoder, x: Float[Array, "B T D"], w: Layer, frame: Frame) -> Float[Array, "B T D"]:
     """One layer on whole sequences."""
     q, k, v = _qkv(m, nn.rms_norm(x, w.norm1, m.norm_eps), w, frame.rope)
-    return _rest(m, x, attention.dense(q, gather(k, "seq"), gather(v, "seq"), frame.mask), w)
+    return _rest(m, x, attention.causal(q, k, v, frame.segments), w)
 
 
 def _qkv(m: Decoder, h, w: Layer, table):

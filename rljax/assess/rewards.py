@@ -1,0 +1,58 @@
+"""Rewards: verifiers on the host. A reward is a callable (problem, completion) -> float, or None where it does not apply."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rljax.data.problems import Problem
+from rljax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a reward may look at."""
+
+    text: str
+    ids: tuple[int, ...]  # the stop token included
+    stopped: bool  # ended by itself, rather than by max_new_tokens
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """1 if the text after the last `after` is the answer and the completion ended by itself, else 0."""
+
+    after: str = ""
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        _, found, said = completion.text.rpartition(self.after) if self.after else ("", True, completion.text)
+        return float(bool(found) and completion.stopped and said.strip() == problem.answer)
+
+
+def score(rewards: Sequence[Callable], problems: Sequence[Problem], completions: Sequence[Completion]) -> np.ndarray:
+    """float32 [B R]: every reward of every row; NaN where a reward returned None, which is not 0.
+
+    An exception inside a reward, or a value that is no number, is a UserError that names it and the sample.
+    """
+    scores = np.full((len(completions), len(rewards)), np.nan, np.float32)
+    for b, (problem, completion) in enumerate(zip(problems, completions, strict=True)):
+        for r, reward in enumerate(rewards):
+            try:
+                value = reward(problem, completion)
+                scores[b, r] = np.nan if value is None else float(value)
+            except Exception as error:
+                name = getattr(reward, "__name__", type(reward).__name__)
+                raise UserError(
+                    f"rewards.{r} ({name}) raised {type(error).__name__}: {error}; on prompt {problem.prompt!r}, "
+                    f"completion {completion.text!r}"
+                ) from error
+            if value is not None and not np.isfinite(scores[b, r]):
+                name = getattr(reward, "__name__", type(reward).__name__)
+                raise UserError(f"rewards.{r} ({name}) returned {value!r} on prompt {problem.prompt!r}; return None, "
+                                "not NaN, where it does not apply")  # fmt: skip
+    return scores
+
+
+def total(scores: np.ndarray) -> np.ndarray:
+    """[B]: the sum of the rewards that apply; NaN for a row to which none does."""
+    return np.where(np.all(np.isnan(scores), 1), np.nan, np.nansum(scores, 1))

@@ -1,0 +1,1 @@
+"""Problems, tokenizers, and rows of token ids; order is a function of (seed, step) alone."""

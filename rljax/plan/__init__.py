@@ -1,0 +1,1 @@
+"""What a run will need and do, known before a device is touched."""

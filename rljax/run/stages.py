@@ -1,0 +1,160 @@
+"""The stages of a run, compiled over the meshes of a mesh file: the only place that jits, places and donates.
+
+Between stages, rows travel through the host (a few bytes a token) and parameters from mesh to mesh.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import NamedSharding
+
+from rljax.data.rows import Prompts, fit
+from rljax.errors import UserError
+from rljax.generate.decode import generate
+from rljax.generate.sampling import Sampling
+from rljax.mesh import BATCH
+from rljax.mesh.file import MeshFile, Placement
+from rljax.mesh.move import bytes_to_move, move
+from rljax.model.forward import logprobs
+from rljax.model.table import LM, init, map_table, misfits, shardings, specs
+from rljax.run.run import Run
+from rljax.train.step import start, update
+from rljax.types import Assessed, Rollout, TrainState
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a role runs in a stage: a mesh and how parameters lie on it."""
+
+    mesh: jax.sharding.Mesh
+    placement: Placement
+
+    @property
+    def rows(self) -> int:
+        """What the number of rows must be a multiple of."""
+        return self.placement.layout.rows * self.placement.microbatches
+
+    @property
+    def columns(self) -> int:
+        return self.placement.layout.seq
+
+    def put(self, tree):
+        """Rows onto the devices, split over the batch axes; scalars onto all."""
+        where = lambda x: NamedSharding(self.mesh, P(BATCH, *(None,) * (x.ndim - 1)) if x.ndim else P())
+        return jax.device_put(tree, jax.tree.map(where, tree))
+
+    def shardings(self, lm: LM):
+        return shardings(lm.table, self.mesh, self.placement.zero)
+
+
+class Stages(NamedTuple):
+    """What a schedule may call. Rows in and out are NumPy; parameters and states stay on their devices."""
+
+    lm: LM
+    train: Place
+    generate: Place
+    begin: Callable  # seed -> TrainState with fresh parameters
+    adopt: Callable  # parameters on any mesh -> TrainState that starts from them
+    publish: Callable  # parameters -> (parameters on the generation mesh, bytes that had to move)
+    complete: Callable  # parameters, Prompts, seed, step, version, Sampling, n -> Rollout
+    freeze: Callable  # parameters -> the reference's, a copy on its own mesh
+    refer: Callable  # the reference's parameters, Rollout -> log-probabilities [B T]
+    update: Callable  # TrainState, Assessed -> TrainState, metrics
+    compiles: Callable  # -> programs compiled so far, by stage
+
+
+def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bool = True) -> Place:
+    """The devices and placement of a role in a stage. UserError where the model does not fit the layout."""
+    placement = mesh.placement(stage, role, trainable)
+    rules = misfits(lm, placement.layout, placement.zero)
+    if rules:
+        raise UserError(f"{mesh.path}: [{stage}] {placement.layout} does not fit roles.{role}.lm: {'; '.join(rules)}")
+    if stage != "train" and placement.layout.seq > 1 and stage == "generate":
+        raise UserError(f"{mesh.path}: [generate] seq={placement.layout.seq} is not supported yet; use seq=1")
+    return Place(placement.layout.mesh(jax.devices()[mesh.devices_of(placement)]), placement)
+
+
+def build(run: Run, mesh: MeshFile) -> Stages:
+    """Everything compiled lazily, each function once for each shape it meets."""
+    lm = run.roles["actor"].lm.build()
+    train, gen = place(mesh, lm, "train"), place(mesh, lm, "generate", trainable=True)
+    frozen = run.roles.get("reference")
+    ref_lm = frozen.lm.build() if frozen else lm
+    ref = place(mesh, ref_lm, "assess", "reference", trainable=False) if frozen else None
+    matrices = map_table(lambda t: t.matrix, lm.table)
+    optimizer = run.roles["actor"].optimizer.build(run.updates, matrices)
+
+    born = jax.jit(lambda seed: start(init(lm.table, jax.random.key(seed), train.placement.zero), optimizer))
+    begun = jax.jit(partial(start, optimizer=optimizer))
+    # matrices travel in the dtype they are multiplied in
+    cast = jax.jit(lambda p: map_table(lambda t, w: w.astype(run.roles["actor"].lm.compute) if t.matrix else w, lm.table, p))
+
+    @partial(jax.jit, static_argnames="n")
+    def completed(params, ids, length, uid, seed, step, version, sampling, n):
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return generate(
+            lm, params, ids, length, uid, key, version, sampling,
+            n=n, max_new=run.max_new, stop=run.tokenizer.stop, chunk=run.chunk,
+        )  # fmt: skip
+
+    @jax.jit
+    def referred(params, tokens, mask):
+        return logprobs(ref_lm, params, tokens, mask, run.sampling.adjust, "none")[0]
+
+    updated = jax.jit(
+        partial(
+            update, lm=lm, objective=run.objective, optimizer=optimizer, adjust=run.sampling.adjust,
+            on_policy=run.minibatches * run.epochs == 1, microbatches=train.placement.microbatches,
+            remat=train.placement.remat,
+        ),
+        donate_argnums=0,
+    )  # fmt: skip
+
+    def begin(seed: int) -> TrainState:
+        with jax.set_mesh(train.mesh):
+            return born(train.put(np.uint32(seed)))
+
+    def adopt(params) -> TrainState:
+        with jax.set_mesh(train.mesh):
+            return begun(copy(params, train.shardings(lm)))
+
+    def publish(params):
+        with jax.set_mesh(train.mesh):
+            params = cast(params)
+        target = gen.shardings(lm)
+        return move(params, target), bytes_to_move(params, target)
+
+    def complete(params, prompts: Prompts, seed: int, step: int, version: int, sampling: Sampling, n: int) -> Rollout:
+        numbers = np.uint32(seed), np.uint32(step), np.int32(version)
+        settings = jax.tree.map(lambda x: np.asarray(x, np.float32 if isinstance(x, float) else np.int32), sampling)
+        with jax.set_mesh(gen.mesh):
+            args = gen.put((prompts.ids, prompts.length, prompts.uid, *numbers, settings))
+            return jax.device_get(completed(params, *args, n=n))
+
+    def freeze(params):
+        return copy(params, ref.shardings(ref_lm))
+
+    def refer(params, rollout: Rollout) -> np.ndarray:
+        b, t = rollout.mask.shape
+        rollout = fit(rollout, ref.rows, ref.columns)
+        with jax.set_mesh(ref.mesh):
+            return jax.device_get(referred(params, *ref.put((rollout.tokens, rollout.mask))))[:b, :t]
+
+    def step(state: TrainState, batch: Assessed):
+        with jax.set_mesh(train.mesh):
+            return updated(state, train.put(fit(batch, train.rows, train.columns)))
+
+    programs = {"begin": born, "adopt": begun, "reshard": cast, "generate": completed, "assess": referred, "train": updated}
+    compiles = lambda: {name: program._cache_size() for name, program in programs.items()}
+    return Stages(lm, train, gen, begin, adopt, publish, complete, freeze, refer, step, compiles)
+
+
+def copy(params, target):
+    """A move that never shares buffers, so that donating the source leaves it intact."""
+    return jax.device_put(params, target, may_alias=False)
