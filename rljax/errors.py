@@ -17,3 +17,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     choices = sorted(map(str, choices))
     close = get_close_matches(word, choices, 1, 0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + "one of " + ", ".join(choices)
+
+
+class Interrupted(Exception):
+    """A run that a signal asked to stop, after it saved. Commands exit with 128 plus the signal's number."""
+
+    def __init__(self, signum: int, message: str):
+        super().__init__(message)
+        self.code = 128 + signum

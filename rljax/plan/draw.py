@@ -26,9 +26,7 @@ MODEL = ("fsdp", "pipe", "tensor", "expert")  # the axes that may split paramete
 DOWN, ACROSS = ("data", "fsdp", "expert", "pipe"), ("seq", "tensor")  # the drawn grid: what splits the batch goes down
 WIDTH, HEIGHT = 80, 16  # characters of a drawing, lines of a grid; what is longer is folded
 STYLE = {"generate": "blue", "assess": "yellow", "train": "green"}  # the same as while a run goes
-SHARDS = (  # a color per shard
-    "#8ecae6", "#ffd166", "#a7d7a0", "#f4a6b8", "#c9b6f2", "#f7b267", "#7fd8be", "#d6d6a5",
-)  # fmt: skip
+SHARDS = "#8ecae6 #ffd166 #a7d7a0 #f4a6b8 #c9b6f2 #f7b267 #7fd8be #d6d6a5".split()  # colors, used again from the 9th
 ORDER = "devices are numbered row-major over " + " ".join(AXES)
 
 
@@ -48,8 +46,8 @@ def describe(
     does not.
     """
     roles = roles or {}
-    tables = [_tensors(lm) for lm, _ in roles.values()]
-    named = {axis for table in tables for t in table for entry in t.spec.partitions for axis in axes_of(entry)}
+    tensors = jax.tree.leaves([lm.table for lm, _ in roles.values()], is_leaf=is_tensor)
+    named = {axis for t in tensors for entry in t.spec.partitions for axis in axes_of(entry)}
     stages = {}
     for name, (placement, present) in _invocations(mesh_file, roles).items():
         training = {role: roles[role][1] and name.startswith("train") for role in present}
@@ -100,10 +98,6 @@ def _stage(file: MeshFile, placement: Placement, named: Iterable[str]) -> dict:
     }
 
 
-def _tensors(lm: LM) -> list[Tensor]:
-    return jax.tree.leaves(lm.table, is_leaf=is_tensor)
-
-
 def _role(lm: LM, training: bool, placement: Placement, width: int) -> dict:
     """The tensors of a model on a placement and their sums; `width`: bytes of an element."""
     sizes = asdict(placement.layout)
@@ -113,9 +107,10 @@ def _role(lm: LM, training: bool, placement: Placement, width: int) -> dict:
         return [list(axes_of(entry)) for entry in (*entries, *[None] * (len(t.shape) - len(entries)))]
 
     def held(t: Tensor, fsdp: bool) -> int:  # elements of a device
-        return prod(-(-n // prod(sizes[axis] for axis in axes)) for n, axes in zip(t.shape, split(t, fsdp)))
+        ways = lambda axes: prod(sizes[axis] for axis in axes)
+        return prod(-(-n // ways(axes)) for n, axes in zip(t.shape, split(t, fsdp), strict=True))
 
-    zero, tensors = placement.zero, _tensors(lm)
+    zero, tensors = placement.zero, jax.tree.leaves(lm.table, is_leaf=is_tensor)
     rows = [
         {
             "name": t.name,
@@ -168,19 +163,19 @@ def _placed(stage: dict) -> dict:
 
 
 def _title(d: dict) -> Text:
-    facts = [f"{d['devices']} {d['platform']} device" + "s" * (d["devices"] > 1), *filter(None, [d["topology"]])]
+    facts = [f"{d['devices']} {d['platform']} device" + "s" * (d["devices"] > 1)]
+    facts += [d["topology"]] if d["topology"] else []
     facts += [f"{group} = {ends[0]}–{ends[1] - 1}" for group, ends in d["groups"].items() if group != "all"]
     return Text.assemble((d["file"], "bold"), ("   " + " · ".join(facts), "dim"), overflow="fold")
 
 
 def _header(names: list[str], stage: dict) -> RenderableType:
-    """One line, or two where one is too short: the stages, their axes, and the rest of their table."""
+    """The stages, their axes, and the rest of their table: on one line where they fit."""
     title = Text(", ".join(names), f"bold {STYLE[names[0].split('.')[0]]}")
     sizes = " ".join(f"{axis}={size}" for axis, size in stage["axes"].items() if size > 1) or "one device"
-    title.append("  " + sizes, "default not bold")
-    train = any(name.startswith("train") for name in names)
-    keys = ("zero", "microbatches", *["remat"] * train, "group")  # only training has a backward pass
-    rest = Text(" ".join(f"{key}={stage[key]}" for key in keys), "dim not bold")
+    keys = ["zero", "microbatches", "group"]
+    keys[2:2] = ["remat"] * any(name.startswith("train") for name in names)  # only training has a backward pass
+    rest = Text.assemble(sizes, ("  " + " ".join(f"{key}={stage[key]}" for key in keys), "dim"))
     if len(title) + len(rest) + 8 <= WIDTH:
         return Rule(Text.assemble(title, "  ", rest), align="left", style="dim")
     return Group(Rule(title, align="left", style="dim"), rest)
@@ -193,7 +188,8 @@ def _grid(stage: dict) -> list[Text]:
     height = prod(sizes[axis] for axis in DOWN)
     flat = lambda x: np.transpose(x, [AXES.index(axis) for axis in (*DOWN, *ACROSS)]).reshape(height, -1)
     device = flat(np.array(stage["grid"]))  # [rows columns], as is all that follows
-    at = {axis: flat(place) for axis, place in zip(AXES, np.indices([sizes[axis] for axis in AXES]))}
+    place = np.indices([sizes[axis] for axis in AXES])
+    at = {axis: flat(place[i]) for i, axis in enumerate(AXES)}
     shard, batch = np.zeros_like(device), np.zeros_like(device)
     for axis in stage["parameters"]["axes"]:
         shard = shard * sizes[axis] + at[axis]
@@ -201,12 +197,11 @@ def _grid(stage: dict) -> list[Text]:
         batch = batch * sizes[axis] + at[axis]
 
     part = lambda i, n: f"{i + 1:>{len(str(n))}}/{n}"
-    number = lambda i, n: f"{i:>{len(str(n))}}"
-    name = lambda i, j: number(device[i, j], device.max())
+    name = lambda i, j: f"{device[i, j]:>{len(str(device.max()))}}"
     styles = {  # what a box says, the longest first, and what explains it
         "": lambda i, j: f" {name(i, j)} " + (f"shard {part(shard[i, j], S)} " if S > 1 else "whole "),
         " device shard": lambda i, j: f" {name(i, j)} {part(shard[i, j], S)} ",
-        " device·shard": lambda i, j: f"{name(i, j)}·{number(shard[i, j] + 1, S)}",
+        " device·shard": lambda i, j: f"{name(i, j)}·{part(shard[i, j], S).split('/')[0]}",
     }
     left = 1 + max(1, sum(len(axis) + 2 for axis in down), *(len(axis) + 2 for axis in ("", *across)))
     for key, text in styles.items():
@@ -276,7 +271,8 @@ def _model(roles: Iterable[str], model: dict, axes: dict[str, int], width: int) 
         if stack:
             table.add_row(Text(stack + "{}", "dim"), Text(f"L={tensors[0]['shape'][0]}", "dim"))
         for t in tensors:
-            dims = list(zip(t["dims"].split(), t["shape"], ([a for a in by if axes[a] > 1] for by in t["placement"])))
+            over = [[axis for axis in by if axes[axis] > 1] for by in t["placement"]]
+            dims = list(zip(t["dims"].split(), t["shape"], over, strict=True))
             split = " · ".join(f"{dim}/{','.join(by)}" for dim, _, by in dims if by)
             copied = "replicated" if max(axes.values()) > 1 else ""
             table.add_row(
@@ -293,8 +289,7 @@ def _model(roles: Iterable[str], model: dict, axes: dict[str, int], width: int) 
         table.add_row(name, "", "", _mib(n))
     if len(sums) > 1:
         table.add_row("total", "", "", _mib(sum(sums.values())), style="bold")
-    whole = f"  {model['parameters']:,} parameters of {width} bytes"
-    title = Text.assemble((", ".join(roles), "bold"), (whole, "dim"))
+    title = Text.assemble((", ".join(roles), "bold"), (f"  {model['parameters']:,} parameters of {width} bytes", "dim"))
     red = [Padding(Text(f"✗ {line}", "red"), (0, 0, 0, 2)) for line in model["misfits"]]
     return [Padding(title, (0, 0, 1, 2)), Padding(table, (0, 0, 0, 2)), *[""] * bool(red), *red]
 

@@ -1,0 +1,7 @@
+"""`python -m rljax`."""
+
+import sys
+
+from rljax.cli import main
+
+sys.exit(main())

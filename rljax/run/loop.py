@@ -1,0 +1,188 @@
+"""One run from its start to its summary: warm-ups, steps, evaluations, checkpoints, and leaving cleanly at any moment."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import jax
+
+from rljax.errors import Interrupted, RunFailed
+from rljax.mesh.file import MeshFile
+from rljax.run import report
+from rljax.run.checkpoint import Saver, parameters
+from rljax.run.directory import run_directory, write_json
+from rljax.run.display import Display
+from rljax.run.evaluate import evaluate
+from rljax.run.metrics import JsonLines, MetricsLog, read, truncate
+from rljax.run.run import Fresh, Run
+from rljax.run.stages import Stages, build
+from rljax.types import TrainState
+
+SKIPS = 10  # so many updates in a row that are not finite end a run
+
+
+class Phase:
+    """A run or one of its warm-ups: what to train, its name in metrics, and its directory."""
+
+    def __init__(self, run: Run, name: str, where: Path):
+        self.run, self.name, self.where = run, name, where
+        self.saver = Saver(where / "checkpoints", run.checkpoints)
+        self.latest = self.saver.latest()
+
+
+def phases(run: Run, where: Path, name: str = "train") -> list[tuple[Run, str, Path]]:
+    """A run's warm-ups, the first to run first, and then itself."""
+    start = run.roles["actor"].start
+    return [*(phases(start, where / "warmup", "warmup") if isinstance(start, Run) else []), (run, name, where)]
+
+
+def fits(run: Run, mesh: MeshFile) -> None:
+    """UserError where a model of the run or of a warm-up does not fit the mesh; nothing is written or allocated."""
+    for each, *_ in phases(run, Path()):
+        build(each, mesh)
+
+
+def train(run: Run, mesh: MeshFile, where: Path, config: dict, display: Display) -> dict:
+    """Runs to the end, or on from its latest checkpoint, and returns the summary that it wrote to `where`.
+
+    Interrupted after a SIGINT or SIGTERM, once the state of the step in progress is saved.
+    """
+    with interruptible() as stopped, ExitStack() as stack:
+        chain = [Phase(*phase) for phase in phases(run, where)]
+        for phase in chain:
+            stack.callback(phase.saver.close)
+            late = lambda row, phase=phase: row["phase"] == phase.name and row["step"] > (phase.latest or 0)
+            truncate(where / "metrics.jsonl", lambda row, late=late: not late(row))
+        truncate(where / "samples.jsonl", lambda row: row["step"] <= (chain[-1].latest or 0))
+        writers = [tracker.open(where, config) for tracker in run.trackers]
+        log = stack.enter_context(MetricsLog(where / "metrics.jsonl", *writers))
+        samples = stack.enter_context(JsonLines(where / "samples.jsonl"))
+        params = None
+        for phase in chain:
+            stages = build(phase.run, mesh)
+            start = first_state(phase, stages, params)
+            if phase.run is run:
+                return _train(phase, stages, start, log, samples, display, stopped)
+            params = _warm_up(phase, stages, start, log, display, stopped)
+    raise AssertionError("a run is its own last phase")
+
+
+def first_state(phase: Phase, stages: Stages, params) -> TrainState:
+    """The state before the phase's first step: from scratch, from a run directory, or from the phase before."""
+    start = phase.run.roles["actor"].start
+    if isinstance(start, Fresh):
+        return stages.begin(phase.run.seed)
+    if isinstance(start, str):
+        place = stages.train
+        params, _ = parameters(run_directory(start), stages.lm, place.mesh, place.placement.zero)
+    return stages.adopt(params)
+
+
+def _warm_up(phase: Phase, stages: Stages, state: TrainState, log, display, stopped):
+    """The parameters that a finished warm-up ends with."""
+    state, first, done, _ = resumed(phase, stages, state)
+    if not done:
+        display.phase(phase.name, phase.run.steps)
+        for state, _, _ in steps(phase, stages, state, None, first, {}, log, None, display, stopped):
+            pass
+    return state.params
+
+
+def _train(phase: Phase, stages: Stages, state: TrainState, log, samples, display, stopped) -> dict:
+    run, where = phase.run, phase.where
+    reference = stages.freeze(state.params) if "reference" in run.roles else None
+    display.phase(phase.name, run.steps)
+    summary_path = where / "summary.json"
+    if phase.latest is None or not summary_path.exists():
+        display.stage("evaluate")
+        before, shown = evaluate(run, stages, stages.publish(state.params)[0])
+        write_json(summary_path, {"before": before, "samples": {"before": shown}})
+    summary = json.loads(summary_path.read_text())
+    state, first, done, seconds = resumed(phase, stages, state)
+    for state, _, _ in steps(phase, stages, state, reference, first, seconds, log, samples, display, stopped) if not done else ():
+        pass
+    display.stage("evaluate")
+    after, shown = evaluate(run, stages, stages.publish(state.params)[0])
+    summary = {
+        "before": summary["before"],
+        "after": after,
+        "steps": int(phase.saver.latest() or 0),
+        "seconds": seconds,
+        "samples": {"before": summary["samples"]["before"], "after": shown},
+    }
+    write_json(summary_path, summary)
+    report.draw(where, read(where / "metrics.jsonl"))
+    return summary
+
+
+def resumed(phase: Phase, stages: Stages, state: TrainState) -> tuple[TrainState, int, bool, dict]:
+    """The state to go on from, the first step to take, whether none is left, and the seconds spent so far."""
+    if phase.latest is None:
+        return state, 1, False, {}
+    state, info = phase.saver.restore(phase.latest, jax.tree.map(abstract_like, state))
+    return state, phase.latest + 1, info["done"] or phase.latest >= phase.run.steps, info["seconds"]
+
+
+def abstract_like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def steps(phase, stages, state, reference, first, seconds, log, samples, display, stopped) -> Iterator[tuple]:
+    """Takes the phase's steps: logs, evaluates and saves each as its settings say. `seconds` adds up by stage."""
+    run, saver = phase.run, phase.saver
+    info = lambda done: {"done": done, "seconds": seconds}
+    began = perf_counter()
+    schedule = run.schedule(run, stages, state, reference, first, display.stage)
+    for step, (state, metrics, shown) in enumerate(schedule, first):
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if run.evaluation.every and (step % run.evaluation.every == 0 or step == run.steps):
+            display.stage("evaluate")
+            at = perf_counter()
+            metrics |= evaluate(run, stages, stages.publish(state.params)[0])[0]
+            metrics["seconds/evaluate"] = perf_counter() - at
+        for name, value in metrics.items():
+            stage = name.removeprefix("seconds/")
+            if stage != name:
+                seconds[stage] = seconds.get(stage, 0.0) + value
+        log.append(phase.name, step, metrics)
+        for sample in shown if samples else ():
+            samples.write({"step": step, **sample})
+        display.update(step, metrics)
+        if metrics["skipped"] >= SKIPS:
+            raise RunFailed(
+                f"{phase.name} step {step}: the last {SKIPS} updates were not finite (loss {metrics['loss']}, gradient norm "
+                f"{metrics['grad_norm']}) and were skipped; lower the learning rate, or look at the rewards"
+            )
+        done = step == run.steps or (run.until is not None and run.until(metrics))
+        if done or stopped() or (run.checkpoints.every and step % run.checkpoints.every == 0):
+            display.stage("save")
+            saver.save(step, state, info(done), metrics)
+        yield state, metrics, shown
+        if stopped():
+            saver.finish()
+            raise Interrupted(stopped(), f"stopped at {phase.name} step {step}, saved; continue with --resume")
+        if done:
+            break
+    seconds["total"] = seconds.get("total", 0.0) + perf_counter() - began
+    saver.finish()
+
+
+@contextmanager
+def interruptible() -> Iterator:
+    """SIGINT and SIGTERM ask for a stop after the step in progress; a second one stops at once."""
+    seen = []
+
+    def handle(signum, frame):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+
+    old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: seen[0] if seen else None
+    finally:
+        for s, handler in old.items():
+            signal.signal(s, handler)
