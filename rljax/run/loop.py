@@ -83,11 +83,10 @@ def first_state(phase: Phase, stages: Stages, params) -> TrainState:
 
 def _warm_up(phase: Phase, stages: Stages, state: TrainState, log, display, stopped):
     """The parameters that a finished warm-up ends with."""
-    state, first, done, _ = resumed(phase, stages, state)
+    state, first, done, seconds = resumed(phase, stages, state)
     if not done:
         display.phase(phase.name, phase.run.steps)
-        for state, _, _ in steps(phase, stages, state, None, first, {}, log, None, display, stopped):
-            pass
+        state = steps(phase, stages, state, None, first, seconds, log, None, display, stopped)
     return state.params
 
 
@@ -102,8 +101,8 @@ def _train(phase: Phase, stages: Stages, state: TrainState, log, samples, displa
         write_json(summary_path, {"before": before, "samples": {"before": shown}})
     summary = json.loads(summary_path.read_text())
     state, first, done, seconds = resumed(phase, stages, state)
-    for state, _, _ in steps(phase, stages, state, reference, first, seconds, log, samples, display, stopped) if not done else ():
-        pass
+    if not done:
+        state = steps(phase, stages, state, reference, first, seconds, log, samples, display, stopped)
     display.stage("evaluate")
     after, shown = evaluate(run, stages, stages.publish(state.params)[0])
     summary = {
@@ -123,18 +122,16 @@ def resumed(phase: Phase, stages: Stages, state: TrainState) -> tuple[TrainState
     if phase.latest is None:
         return state, 1, False, {}
     state, info = phase.saver.restore(phase.latest, jax.tree.map(abstract_like, state))
-    return state, phase.latest + 1, info["done"] or phase.latest >= phase.run.steps, info["seconds"]
+    return state, phase.latest + 1, info["reached"] or phase.latest >= phase.run.steps, info["seconds"]
 
 
 def abstract_like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def steps(phase, stages, state, reference, first, seconds, log, samples, display, stopped) -> Iterator[tuple]:
+def steps(phase, stages, state, reference, first, seconds, log, samples, display, stopped) -> TrainState:
     """Takes the phase's steps: logs, evaluates and saves each as its settings say. `seconds` adds up by stage."""
     run, saver = phase.run, phase.saver
-    info = lambda done: {"done": done, "seconds": seconds}
-    began = perf_counter()
     schedule = run.schedule(run, stages, state, reference, first, display.stage)
     for step, (state, metrics, shown) in enumerate(schedule, first):
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -156,18 +153,18 @@ def steps(phase, stages, state, reference, first, seconds, log, samples, display
                 f"{phase.name} step {step}: the last {SKIPS} updates were not finite (loss {metrics['loss']}, gradient norm "
                 f"{metrics['grad_norm']}) and were skipped; lower the learning rate, or look at the rewards"
             )
-        done = step == run.steps or (run.until is not None and run.until(metrics))
+        reached = run.until is not None and bool(run.until(metrics))
+        done = reached or step == run.steps
         if done or stopped() or (run.checkpoints.every and step % run.checkpoints.every == 0):
             display.stage("save")
-            saver.save(step, state, info(done), metrics)
-        yield state, metrics, shown
+            saver.save(step, state, {"reached": reached, "seconds": seconds}, metrics)
         if stopped():
             saver.finish()
             raise Interrupted(stopped(), f"stopped at {phase.name} step {step}, saved; continue with --resume")
         if done:
             break
-    seconds["total"] = seconds.get("total", 0.0) + perf_counter() - began
     saver.finish()
+    return state
 
 
 @contextmanager

@@ -1,0 +1,29 @@
+"""A strict laboratory: simulated devices, no silent broadcasting, warnings are errors (pyproject), compiles are kept."""
+
+import os
+
+FLAGS = {
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "120",  # two busy cores may be slow to gather 8 devices
+    "--xla_backend_optimization_level": "0",  # of LLVM alone: halves compile time, sharding and fusion stay the same
+}
+stated = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([stated, *(f"{k}={v}" for k, v in FLAGS.items() if k not in stated)]).strip()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 32)  # a mesh takes the first n
+jax.config.update("jax_numpy_rank_promotion", "raise")
+if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+import tiny  # noqa: E402
+
+
+@pytest.fixture(scope="session", params=tiny.MODELS)
+def model(request) -> str:
+    """Name of a tiny model: each law holds for both."""
+    return request.param

@@ -1,0 +1,261 @@
+"""What the laws share: two tiny models, a hand-made batch, an oracle in plain numpy, and compiled steps by layout.
+
+Compiles dominate, so everything compiled is cached and tests vary the data they give it.
+"""
+
+import re
+from functools import cache
+from typing import NamedTuple
+from zlib import crc32
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import P
+from jax.sharding import NamedSharding
+
+from rljax.mesh import BATCH, Layout
+from rljax.model.decoder import Decoder
+from rljax.model.table import map_table, shardings
+from rljax.train.losses import Clip
+from rljax.train.objectives import Objective
+from rljax.train.optimizer import AdamW
+from rljax.train.reductions import sequence_mean_token_mean
+from rljax.train.step import gradients, start, update
+from rljax.types import Assessed, Rollout, Tokens
+
+SIZES = dict(vocab=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64)
+MODELS = {
+    "plain": Decoder(**SIZES),
+    "rich": Decoder(**SIZES, qk_norm=True, qkv_bias=True, tied=True),
+}
+ONE = Layout()
+FSDP, FSDP_TENSOR = Layout(fsdp=8), Layout(fsdp=4, tensor=2)
+ALL, CONTEXT = Layout(data=2, fsdp=2, tensor=2), Layout(fsdp=2, seq=2, tensor=2)
+LAYOUTS = [(FSDP, 3), (FSDP_TENSOR, 3), (ALL, 3), (ALL, 0), (CONTEXT, 3)]  # with ZeRO level
+# every term and both clips have a gradient (T-12)
+OBJECTIVE = Objective(loss=Clip(0.2, 0.28, dual=3.0), reduction=sequence_mean_token_mean, kl=0.1, entropy=0.01)
+ROWS, TIME = 32, 16
+FILLER = 11  # a row that only fills the batch
+
+
+@cache
+def weights(name: str):
+    """Parameters as numpy arrays; no scale is 1 and no bias 0, and the distribution is far from flat."""
+
+    def one(t):
+        x = np.random.default_rng(crc32(t.name.encode())).normal(size=t.shape)
+        return (t.std + 0.1 * x if t.std in (0, 1) else 2 * t.std * x).astype(np.float32)
+
+    return map_table(one, MODELS[name].build().table)
+
+
+def oracle(m: Decoder, p, ids, positions, segments, xp=np):
+    """Logits `[B T V]`: the decoder written once more, without sharding, scans, chunks or caches. numpy in float64."""
+    if xp is np:
+        p = jax.tree.map(np.float64, p)
+    rms = lambda x, w: x / xp.sqrt((x * x).mean(-1, keepdims=True) + m.norm_eps) * w
+    angle = positions[..., None, None] * m.rope_theta ** (-xp.arange(m.head_dim // 2) / (m.head_dim // 2))
+
+    def turn(x):
+        a, b = x[..., : m.head_dim // 2], x[..., m.head_dim // 2 :]
+        cos, sin = xp.cos(angle), xp.sin(angle)
+        return xp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    b, t = ids.shape
+    sees = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0) & xp.tri(t, dtype=bool)
+    x = p.embed[ids]
+    for i in range(m.layers):
+        w = jax.tree.map(lambda w, i=i: w[i], p.layers)
+        h = rms(x, w.norm1)
+        q, k, v = ((h @ a + (0 if c is None else c)).reshape(b, t, -1, m.head_dim)
+                   for a, c in ((w.wq, w.bq), (w.wk, w.bk), (w.wv, w.bv)))  # fmt: skip
+        if m.qk_norm:
+            q, k = rms(q, w.q_norm), rms(k, w.k_norm)
+        k, v = (xp.repeat(y, m.heads // m.kv_heads, 2) for y in (turn(k), v))
+        scores = xp.einsum("bsnh,btnh->bnst", turn(q), k) / np.sqrt(m.head_dim)
+        scores = xp.where(sees[:, None], scores, -1e30)
+        e = xp.where(sees[:, None], xp.exp(scores - scores.max(-1, keepdims=True)), 0)
+        a = xp.einsum("bnst,btnh->bsnh", e / (e.sum(-1, keepdims=True) + 1e-30), v).reshape(b, t, -1)
+        x = x + a @ w.wo
+        h = rms(x, w.norm2)
+        gate = h @ w.gate
+        x = x + (gate / (1 + xp.exp(-gate)) * (h @ w.up)) @ w.down
+    return rms(x, p.norm) @ (p.embed.T if m.tied else p.unembed)
+
+
+def oracle_logprobs(logits, ids, mask, xp=np):
+    """Log-probability of each masked token given those before it, and the entropy of its distribution, else 0."""
+    z = logits - logits.max(-1, keepdims=True)
+    log = z - xp.log(xp.exp(z).sum(-1, keepdims=True))
+    take = xp.take_along_axis(log[:, :-1], ids[:, 1:, None], -1)[..., 0]
+    entropy = -(xp.exp(log) * xp.where(log > -1e9, log, 0)).sum(-1)[:, :-1]
+    late = lambda x: xp.where(mask, xp.pad(x, ((0, 0), (1, 0))), 0)
+    return late(take), late(entropy)
+
+
+@cache
+def tokens() -> tuple[Tokens, np.ndarray, np.ndarray, np.ndarray]:
+    """Mixed rows: prompts of 2 to 7 tokens, completions of 1 to 9, some ended by id 0, which is also what pads."""
+    rng, row, t = np.random.default_rng(0), np.arange(ROWS, dtype=np.int32), np.arange(TIME, dtype=np.int32)[None]
+    prompt = 2 + row * 5 % 6
+    length = prompt + np.where(row == FILLER, 0, 1 + row * 7 % 9)
+    inside = t < length[:, None]
+    ids = np.where(inside, rng.integers(1, 48, (ROWS, TIME)), 0).astype(np.int32)
+    ids[row[::2], length[::2] - 1] = 0
+    tokens = Tokens(ids, np.where(inside, t, 0), inside.astype(np.int32))
+    return tokens, inside & (t >= prompt[:, None]), prompt, length
+
+
+@cache
+def batch(name: str) -> Assessed:
+    """An assessed batch; log-probabilities of sampler and reference lie around the model's own, so ratios spread."""
+    tok, mask, prompt, length = tokens()
+    rng, row = np.random.default_rng(1), np.arange(ROWS, dtype=np.int32)
+    own, _ = oracle_logprobs(oracle(MODELS[name], weights(name), tok.ids, tok.positions, tok.segments), tok.ids, mask)
+    near = lambda width: np.where(mask, own + width * rng.normal(size=own.shape), 0).astype(np.float32)
+    advantages = (rng.normal(size=(ROWS, 1)) * mask).astype(np.float32)
+    uid = np.where(row == FILLER, -1, row % 8).astype(np.int32)
+    rollout = Rollout(
+        tok, mask, near(0.25), np.zeros_like(tok.ids), length, prompt, (row % 2).astype(np.int32), uid, row // 8
+    )
+    return Assessed(rollout, rng.normal(size=(ROWS, 1)).astype(np.float32), advantages, near(0.4))
+
+
+def place(tree, mesh):
+    """Rows over the batch axes."""
+    return jax.device_put(tree, jax.tree.map(lambda x: NamedSharding(mesh, P(BATCH, *(None,) * (x.ndim - 1))), tree))
+
+
+class Result(NamedTuple):
+    """One update, fetched to the host; and the state and gradient where they lie."""
+
+    loss: float
+    metrics: dict
+    grads: object
+    params: object
+    state: object
+    sharded: object
+
+
+class Step(NamedTuple):
+    """A compiled update on a mesh, whose optimizer remembers the gradient it was given."""
+
+    mesh: object
+    compiled: object
+    state: object
+    text: str
+
+    def __call__(self, batch: Assessed, state=None) -> Result:
+        with jax.set_mesh(self.mesh):
+            state, metrics = self.compiled(self.state if state is None else state, place(batch, self.mesh))
+        grads, host = state.optimizer[0], jax.device_get((metrics, state.optimizer[0], state.params))
+        return Result(float(host[0]["loss"]), host[0], host[1], host[2], state, grads)
+
+
+remember = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
+ADAMW = AdamW(lr=1e-2, weight_decay=0.1, clip=0.5, eps=1e-6)  # eps above rounding, which Adam would blow up to lr
+
+
+def same(logits, target):
+    return logits
+
+
+@cache
+def step(name, layout=ONE, zero=3, microbatches=1, remat="block", objective=OBJECTIVE, on_policy=False) -> Step:
+    """The update of model `name` on a layout, from the same weights whatever the layout."""
+    lm, mesh = MODELS[name].build(), layout.mesh()
+    optimizer = optax.chain(remember, ADAMW.build(10, map_table(lambda t: t.matrix, lm.table)))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(weights(name), shardings(lm.table, mesh, zero))
+        state = start(params, optimizer)
+        run = jax.jit(
+            lambda state, batch: update(
+                state, batch, lm=lm, objective=objective, optimizer=optimizer, adjust=same, on_policy=on_policy,
+                microbatches=microbatches, remat=remat,
+            )
+        )  # fmt: skip
+        compiled = run.lower(state, place(batch(name), mesh)).compile()
+    return Step(mesh, compiled, state, compiled.as_text())
+
+
+@cache
+def gradient(name, layout=ONE, zero=3, microbatches=1, rows=ROWS):
+    """(batch, weights) -> loss and gradient as host arrays, for any token weights: every reduction shares one compile."""
+    lm, mesh = MODELS[name].build(), layout.mesh()
+    with jax.set_mesh(mesh):
+        params = jax.device_put(weights(name), shardings(lm.table, mesh, zero))
+        run = jax.jit(
+            lambda p, batch, weights: gradients(
+                p, batch, weights, lm=lm, objective=OBJECTIVE, adjust=same, on_policy=False,
+                microbatches=microbatches, remat="block",
+            )
+        )  # fmt: skip
+        part = jax.tree.map(lambda x: x[:rows], batch(name))
+        compiled = run.lower(params, *place((part, np.zeros((rows, TIME), np.float32)), mesh)).compile()
+
+    def call(batch: Assessed, weights):
+        with jax.set_mesh(mesh):
+            loss, _, _, grads = compiled(params, *place((batch, np.asarray(weights, np.float32)), mesh))
+        return float(loss), jax.device_get(grads)
+
+    return call
+
+
+def distance(a, b) -> float:
+    """The largest difference of any leaf, relative to the leaf's largest entry."""
+    gap = lambda x, y: float(np.abs(np.float64(x) - np.float64(y)).max() / max(np.abs(np.float64(y)).max(), 1e-30))
+    return max(jax.tree.leaves(jax.tree.map(gap, a, b)))
+
+
+def identical(a, b) -> bool:
+    """Bitwise."""
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+class Collective(NamedTuple):
+    """One line of a compiled program."""
+
+    kind: str
+    shapes: list[tuple[int, ...]]  # of its results, on one device
+    groups: frozenset[frozenset[int]]  # of devices that talk to each other
+    scope: str  # the names that JAX gave the operation
+
+
+def collectives(text: str) -> list[Collective]:
+    """Every collective of a compiled program."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all"
+    found = []
+    for line in text.splitlines():
+        if call := re.search(rf"= (.*?) ({kinds})(-start)?\(", line):
+            shapes = [tuple(map(int, s.split(","))) if s else () for s in re.findall(r"\w+\[([\d,]*)\]", call[1])]
+            scope = re.search(r'op_name="([^"]*)"', line)
+            found.append(Collective(call[2], shapes, _groups(line), scope[1] if scope else ""))
+    return found
+
+
+def _groups(line: str) -> frozenset:
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
+        return frozenset(frozenset(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", listed[1]))
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, dims, turn = (tuple(map(int, x.split(","))) if x else None for x in iota.groups())
+        ids = np.arange(np.prod(dims)).reshape(dims)
+        ids = (ids if turn is None else ids.transpose(turn)).reshape(shape)
+        return frozenset(map(frozenset, ids.tolist()))
+    return frozenset()
+
+
+def shapes(text: str, kind: str = "f32") -> set[tuple[int, ...]]:
+    """The shapes of every array of one type in a compiled program."""
+    return {tuple(map(int, s.split(","))) for s in re.findall(rf"\b{kind}\[([\d,]+)\]", text)}
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr, those inside loops, branches and calls included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
