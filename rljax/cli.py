@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Experiment = Annotated[Path, typer.Argument(metavar="EXPERIMENT", help="Python file that defines RUN", show_default=False)]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="run directory", show_default=False)]
@@ -144,7 +144,7 @@ def main(args: list[str] | None = None) -> int:
 
     args = sys.argv[1:] if args is None else args
     debug = "--debug" in args
-    args = [arg for arg in args if arg != "--debug"]
+    args = [arg for arg in args if arg != "--debug"] or ["--help"]
     try:
         app(args, prog_name="rljax", standalone_mode=False)
         return 0

@@ -236,14 +236,27 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _groups(line: str) -> frozenset:
+    """Three ways of writing it: a list, an iota to reshape, axes of a mesh. None for a permutation, which has pairs."""
+    numbers = lambda text: tuple(map(int, text.split(",")))
+    if "replica_groups" not in line:
+        return frozenset()
     if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
-        return frozenset(frozenset(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", listed[1]))
+        return frozenset(frozenset(numbers(g)) for g in re.findall(r"\{([\d,]+)\}", listed[1]))
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, dims, turn = (tuple(map(int, x.split(","))) if x else None for x in iota.groups())
-        ids = np.arange(np.prod(dims)).reshape(dims)
-        ids = (ids if turn is None else ids.transpose(turn)).reshape(shape)
-        return frozenset(map(frozenset, ids.tolist()))
-    return frozenset()
+        shape, dims, turn = iota.groups()
+        ids = np.arange(np.prod(numbers(dims))).reshape(numbers(dims))
+        ids = ids.transpose(numbers(turn) if turn else range(ids.ndim))
+        return frozenset(map(frozenset, ids.reshape(numbers(shape)).tolist()))
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        over = re.findall(r"'(\w+)'", mesh[4])
+        ids = np.arange(np.prod(list(sizes.values())))
+        if mesh[2]:
+            ids = ids.reshape(numbers(mesh[2])).transpose(numbers(mesh[3]))
+        ids = np.moveaxis(ids.reshape(list(sizes.values())), [list(sizes).index(axis) for axis in over], range(len(over)))
+        groups = ids.reshape(np.prod([sizes[axis] for axis in over]), -1).T
+        return frozenset(map(frozenset, groups.tolist()))
+    raise ValueError(f"devices of a collective in a new notation: {line}")
 
 
 def shapes(text: str, kind: str = "f32") -> set[tuple[int, ...]]:

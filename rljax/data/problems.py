@@ -27,7 +27,7 @@ class Task(Protocol):
     """A source of problems."""
 
     def batch(self, count: int, seed: int, step: int, held_out: bool = False) -> list[Problem]:
-        """The `count` problems of a step: a function of the arguments alone, so that a resumed run goes on in order."""
+        """The `count` problems of a step, from 1 on: a function of the arguments alone, so a resumed run goes on in order."""
 
 
 def in_split(prompt: str, held_out: bool) -> bool:
@@ -89,10 +89,9 @@ class JsonLines:
 
     def batch(self, count: int, seed: int, step: int, held_out: bool = False) -> list[Problem]:
         problems = self.read(held_out)
-        wanted = range(step * count, (step + 1) * count)
         if held_out:  # each held-out problem at most once, however few there are
             return problems[:count]
-        size = len(problems)
+        wanted, size = range((step - 1) * count, step * count), len(problems)
         order = {epoch: np.random.default_rng([seed, epoch]).permutation(size) for epoch in {i // size for i in wanted}}
         return [problems[order[i // size][i % size]] for i in wanted]
 
@@ -110,9 +109,9 @@ class JsonLines:
 @lru_cache  # a run reads its file once
 def _read(path: str, prompt: str, answer: str, solution: str) -> tuple[Problem, ...]:
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"task.path={path!r} cannot be read: {error.strerror}") from None
+        lines = Path(path).read_text("utf-8").split("\n")  # JSON strings may hold what splitlines takes for an end
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"task.path={path!r} cannot be read: {getattr(error, 'strerror', error)}") from None
     problems = []
     for number, line in enumerate(lines, 1):
         if line.strip():

@@ -1,10 +1,12 @@
-"""Causal attention with segments and grouped queries: a reference, and the fused kernels that JAX ships.
+"""Causal attention with segments and grouped queries: a reference, and the fused kernels that ship with JAX.
 
-A query sees the keys of its own segment up to its own index. Padding is a segment (0) like the others, so that every
-query sees itself and stays finite; no other segment reads it.
+On whole sequences a query sees the keys of its own segment up to its own index. Padding is a segment (0) like the
+others: no other reads it, and every query sees at least itself, so that every row of every form is finite.
+The forms take q, k and v alike split over seq, each gathering the keys in its own way.
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 from math import sqrt
 from typing import NamedTuple
 
@@ -16,10 +18,11 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.mesh import gather, shards, spec_of
 
 MASKED = -1e30  # not -inf: a row with nothing to see stays finite
+BLOCKS = 512, 256, 128  # tiles of the TPU kernel, the first that divides the queries of a device
 
 
 class Segments(NamedTuple):
-    """The segment of each query, split as queries are, and of each key, whole over seq; 0 is padding."""
+    """The segment of every query, split over seq as queries are, and of every key, whole over seq. 0 is padding."""
 
     q: Int[Array, "B S"]
     k: Int[Array, "B T"]
@@ -37,23 +40,29 @@ def dense(
 
 
 def causal(
-    q: Float[Array, "B S N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], segments: Segments
-) -> Float[Array, "B S N H"]:
-    """Attention on whole sequences, by the kernel that suits the devices of q's mesh.
+    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], segments: Segments
+) -> Float[Array, "B T N H"]:
+    """Attention on whole sequences, in the form that suits the devices of the mesh in q's type.
 
-    S may be split over seq; k and v are whole over it. The choice is made while tracing, from types alone, so a program
-    compiled ahead of time for TPUs on a CPU has the TPU's kernel.
+    So the choice is made while tracing, by what is compiled for: ahead of time on a CPU, a TPU mesh gets the TPU kernel.
+    `lax.platform_dependent` would not do: differentiated, every form carries the residuals of all.
     """
-    return choose(q, k)(q, k, v, segments)
+    device = jax.typeof(q).sharding.mesh.abstract_device  # None on an AbstractMesh
+    _, t, _, h = q.shape
+    return choose(device and device.platform, t // shards(q, 1), h, q.dtype)(q, k, v, segments)
 
 
-def choose(q: Float[Array, "B S N H"], k: Float[Array, "B T K H"]) -> Callable:
-    mesh = jax.typeof(q).sharding.mesh
-    platform = getattr(mesh.abstract_device, "platform", None)
-    return splash if platform == "tpu" else reference
+def choose(platform: str | None, queries: int, head: int, dtype) -> Callable:
+    """The form for a platform, the queries per device and row, the head width and the dtype."""
+    if platform == "tpu" and queries % BLOCKS[-1] == 0:
+        return splash
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    if platform == "gpu" and half and head % 8 == 0 and head <= 128 and queries % 2 == 0 and has_cudnn():
+        return cudnn
+    return masked
 
 
-def reference(q, k, v, segments: Segments):
+def masked(q, k, v, segments: Segments) -> Float[Array, "B T N H"]:
     """`dense` under the mask of `causal`."""
     k, v = gather(k, "seq"), gather(v, "seq")
     index = jnp.arange(k.shape[1])
@@ -61,31 +70,67 @@ def reference(q, k, v, segments: Segments):
     return dense(q, k, v, (segments.q[:, :, None] == segments.k[:, None]) & past[None])
 
 
-def splash(q, k, v, segments: Segments, interpret: bool = False):
+FORMS = {"auto": causal, "dense": masked}  # what Decoder.attention may name
+
+
+def splash(q, k, v, segments: Segments, interpret: bool = False) -> Float[Array, "B T N H"]:
+    """JAX's Pallas kernel for TPU, after FlashAttention-2 (Dao 2023): no scores in memory, no tile above the diagonal.
+
+    Its table of tiles is split over seq, so every shard has its own offset of the causal mask.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as sa
 
     (_, t, n, h), seq = q.shape, shards(q, 1)
-    b = max(b for b in (512, 256, 128) if t // seq % b == 0)
+    block = next(b for b in BLOCKS if t // seq % b == 0)
     mask = sa.MultiHeadMask([sa.CausalMask((t, t))] * (n // shards(q, 2)))
-    sizes = sa.BlockSizes(b, b, b, b, b, b, b, b)
-    kernel = sa.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=seq, interpret=interpret)
+    tiles = sa.BlockSizes(*(block,) * 8)
+    kernel = sa.make_splash_mha(mask, block_sizes=tiles, head_shards=1, q_seq_shards=seq, interpret=interpret)
     kernel = jax.tree.map(lambda x: jax.reshard(x, P("seq") if x.ndim == 1 else P(None, "seq", None)), kernel)
 
-    def body(kernel, q, k, v, segments):
-        k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
+    def local(q, k, v, segments, kernel):
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
         return jnp.swapaxes(jax.vmap(kernel)(q, k, v, sa.SegmentIds(*segments)), 1, 2)
 
-    q = (q.astype(jnp.float32) / sqrt(h)).astype(q.dtype)
-    return jax.shard_map(body, out_specs=spec_of(q), check_vma=False)(kernel, q, k, v, segments)
+    q = (q.astype(jnp.float32) / sqrt(h)).astype(q.dtype)  # the kernel does not scale
+    return _by_device(local, q, k, v, segments, kernel)
 
 
-def fused(q, k, v, segments: Segments, implementation: str = "cudnn"):
-    def body(q, k, v, segments):
-        k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
+def cudnn(q, k, v, segments: Segments, implementation: str = "cudnn") -> Float[Array, "B T N H"]:
+    """cuDNN's flash attention for GPU. JAX gives it no segments: a `[B 1 S T]` bias of q's dtype is made in each block.
+
+    Tiles above the diagonal are skipped where seq = 1; a shard's offset cannot be told to it.
+    """
+
+    def local(q, k, v, segments):
         s, t = q.shape[1], k.shape[1]
         past = (lax.axis_index("seq") * s + jnp.arange(s))[:, None] >= jnp.arange(t)[None]
         mask = (segments.q[:, :, None] == segments.k[:, None]) & past[None]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], is_causal=s == t, implementation=implementation)
+        attend = partial(jax.nn.dot_product_attention, is_causal=s == t, implementation=implementation)
+        return attend(q, k, v, mask=mask[:, None])
 
-    return jax.shard_map(body, out_specs=spec_of(q), check_vma=False)(q, k, v, segments)
+    return _by_device(local, q, k, v, segments)
+
+
+@cache
+def has_cudnn() -> bool:
+    """Whether this process finds the cuDNN library, whose version JAX asks for while tracing, even ahead of time."""
+    x = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)
+    try:
+        jax.eval_shape(partial(jax.nn.dot_product_attention, implementation="cudnn"), x, x, x)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _by_device(local: Callable, q, k, v, *rest):
+    """`local` on the rows, queries and heads of each device, keys and values gathered over seq.
+
+    Kernels need check_vma=False, under which JAX cannot transpose an input that is `reduced` over seq, as `gather`
+    makes it; an all_gather inside transposes to the one reduce-scatter.
+    """
+
+    def body(q, k, v, *rest):
+        k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
+        return local(q, k, v, *rest)
+
+    return jax.shard_map(body, out_specs=spec_of(q), check_vma=False)(q, k, v, *rest)

@@ -39,6 +39,7 @@ class Decoder:
     qkv_bias: bool = False
     tied: bool = False
     compute: str = "float32"
+    attention: str = "auto"  # on whole sequences: what the devices have, or "dense"
 
     def __post_init__(self):
         for field in ("vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn"):
@@ -50,6 +51,8 @@ class Decoder:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
         if self.compute not in ("float32", "bfloat16"):
             raise ValueError(f"compute={self.compute!r} must be 'float32' or 'bfloat16'")
+        if self.attention not in attention.FORMS:
+            raise ValueError(f"attention={self.attention!r} must be 'auto' or 'dense'")
 
     def build(self) -> LM:
         bind = lambda f: partial(f, self)
@@ -151,7 +154,7 @@ def _embed(m: Decoder, p: Params, ids, spec: P):
 def block(m: Decoder, x: Float[Array, "B T D"], w: Layer, frame: Frame) -> Float[Array, "B T D"]:
     """One layer on whole sequences."""
     q, k, v = _qkv(m, nn.rms_norm(x, w.norm1, m.norm_eps), w, frame.rope)
-    return _rest(m, x, attention.causal(q, k, v, frame.segments), w)
+    return _rest(m, x, attention.FORMS[m.attention](q, k, v, frame.segments), w)
 
 
 def _qkv(m: Decoder, h, w: Layer, table):

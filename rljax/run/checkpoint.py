@@ -1,5 +1,6 @@
 """Checkpoints by orbax: written behind the run's back, whole or not at all, restored onto any layout."""
 
+import math
 from pathlib import Path
 
 import jax
@@ -43,8 +44,9 @@ class Saver:
             rest=ocp.args.StandardSave((state.step, state.skipped, state.optimizer)),
             info=ocp.args.JsonSave(info),
         )
-        score = {self.best: metrics.get(self.best, float("-inf"))} if self.best else None
-        self.manager.save(step, args=items, metrics=score)
+        score = metrics.get(self.best, math.nan)
+        score = score if math.isfinite(score) else -math.inf  # not measured here: no order is defined with NaN
+        self.manager.save(step, args=items, metrics={self.best: score} if self.best else None)
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict]:
         """The state at a step, placed like `like`, and its info."""
@@ -70,8 +72,10 @@ class Saver:
 def parameters(run_dir: Path, lm: LM, mesh: jax.sharding.Mesh, zero: int, step: int | None = None):
     """(the actor's parameters of a run, the step they are from), straight onto a mesh; default the latest."""
     where = run_dir / "checkpoints"
-    with ocp.CheckpointManager(where.absolute()) as manager:
-        steps = manager.all_steps() if where.is_dir() else []
+    if not where.is_dir():
+        raise UserError(f"{run_dir} has no checkpoint yet")
+    with ocp.CheckpointManager(where.absolute(), options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        steps = manager.all_steps()
         if not steps:
             raise UserError(f"{run_dir} has no checkpoint yet")
         if step is not None and step not in steps:

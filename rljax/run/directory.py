@@ -25,7 +25,8 @@ MAY_CHANGE = {"steps", "evaluation", "checkpoints", "samples", "trackers", "mesh
 def claim(path: Path, resume: bool) -> Iterator[Path]:
     """Holds a run directory for this process, created where it is missing. The kernel drops the lock with the process.
 
-    UserError if it cannot be written, is in use, is not empty without `resume`, or holds no run to resume.
+    UserError if it cannot be written, is in use, is not empty without `resume`, or holds no run to resume. What fails
+    before its first step leaves nothing behind.
     """
     new = not path.exists()
     if resume and not (path / "config.json").is_file():
@@ -48,9 +49,22 @@ def claim(path: Path, resume: bool) -> Iterator[Path]:
             lock.write(str(os.getpid()))
             lock.flush()
             yield path
-        finally:
-            if new and not (path / "config.json").exists():  # nothing came of it
-                shutil.rmtree(path, ignore_errors=True)
+        except BaseException:
+            if not resume and not _stepped(path):
+                _remove(path, new)
+            raise
+
+
+def _stepped(path: Path) -> bool:
+    """Whether a step of the run has been logged: it is then worth keeping, and can be resumed."""
+    log = path / "metrics.jsonl"
+    return log.is_file() and log.stat().st_size > 0
+
+
+def _remove(path: Path, new: bool) -> None:
+    """Deletes a run directory, or what is in one that was there, empty, before the run."""
+    for entry in [path] if new else list(path.iterdir()):
+        shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data) -> None:

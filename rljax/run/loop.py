@@ -35,8 +35,8 @@ class Phase:
 
 def phases(run: Run, where: Path, name: str = "train") -> list[tuple[Run, str, Path]]:
     """A run's warm-ups, the first to run first, and then itself."""
-    start = run.roles["actor"].start
-    return [*(phases(start, where / "warmup", "warmup") if isinstance(start, Run) else []), (run, name, where)]
+    start, before = run.roles["actor"].start, "warmup" if name == "train" else f"{name}/warmup"
+    return [*(phases(start, where / "warmup", before) if isinstance(start, Run) else []), (run, name, where)]
 
 
 def fits(run: Run, mesh: MeshFile) -> None:

@@ -34,7 +34,11 @@ class JsonLines:
         """Appends `row`; NumPy and JAX scalars become numbers, NaN and infinities null. OSError if the disk is full."""
         line = json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
         size = os.fstat(self._fd).st_size
-        if os.write(self._fd, line) < len(line):
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None  # which alone would name no file
+        if written < len(line):
             os.ftruncate(self._fd, size)  # else the next row would be glued to this half
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 

@@ -37,6 +37,10 @@ class Evaluation:
     every: int = 10
     problems: int = 256
 
+    def __post_init__(self):
+        if self.every < 0 or self.problems < 1:
+            raise ValueError(f"every={self.every} problems={self.problems}: must be at least 0 and 1")
+
 
 @dataclass(frozen=True)
 class Checkpoints:
@@ -45,6 +49,10 @@ class Checkpoints:
     every: int = 50
     keep: int = 2
     best: str | None = None
+
+    def __post_init__(self):
+        if self.every < 0 or self.keep < 1:
+            raise ValueError(f"every={self.every} keep={self.keep}: must be at least 0 (only the last step) and 1")
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,8 @@ class Run:
         for name in ("prompts", "n", "max_prompt", "max_new", "chunk", "minibatches", "epochs", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} must be in 0 to {2**32 - 1}")
 
     def check(self) -> None:
         """The rules that join fields. UserError with the field, the value and the remedy."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from rljax.assess.rewards import Completion, score, total
 from rljax.data.problems import Problem
-from rljax.data.rows import Prompts, encode_prompts, examples, real, take
+from rljax.data.rows import Prompts, encode_prompts, examples, fit, real, take
 from rljax.run.run import Run
 from rljax.run.stages import Stages
 from rljax.types import STOP, Assessed, Rollout, TrainState
@@ -48,8 +48,9 @@ def synchronous(run: Run, stages: Stages, state: TrainState, reference, first: i
         del params
         with clock("assess"):
             assessed, metrics, samples = assess(run, prompts, rollout)
+            assessed = fit(assessed, run.prompts * run.n)  # one shape, whatever prompts were dropped
             if reference is not None:
-                assessed = assessed.replace(ref_logp=stages.refer(reference, rollout))
+                assessed = assessed.replace(ref_logp=stages.refer(reference, assessed.rollout))
         with clock("train"):
             for batch in minibatches(run, assessed, step):
                 state, trained = stages.update(state, batch)
@@ -102,7 +103,7 @@ def assess(run: Run, prompts: Prompts, rollout: Rollout) -> tuple[Assessed, dict
         "truncated": float(np.mean(rollout.finish != STOP)),
     }
     samples = [_sample(rollout, b, problems[b], completions[b], rewards[b]) for b in range(min(run.samples, len(rewards)))]
-    return Assessed(rollout, scores, advantages[:, None] * rollout.mask), metrics, samples
+    return Assessed(rollout, scores, np.where(rollout.mask, advantages[:, None], 0)), metrics, samples
 
 
 def read(run: Run, prompts: Prompts, rollout: Rollout) -> tuple[list[Problem], list[Completion]]:
@@ -116,15 +117,14 @@ def read(run: Run, prompts: Prompts, rollout: Rollout) -> tuple[list[Problem], l
 
 
 def minibatches(run: Run, assessed: Assessed, step: int) -> Iterator[Assessed]:
-    """Every row once an epoch; dealt by (seed, step, epoch) where an epoch has several updates."""
+    """Every row once an epoch; dealt by (seed, step, epoch) where an epoch has several updates, all of one size."""
     rows = assessed.rollout.mask.shape[0]
     for epoch in range(run.epochs):
         order = np.arange(rows)
         if run.minibatches > 1:
             order = np.random.default_rng([run.seed, step, epoch]).permutation(rows)
-        size = -(-rows // run.minibatches)
-        for begin in range(0, rows, size):
-            yield take(assessed, order[begin : begin + size])
+        for part in np.array_split(order, run.minibatches):
+            yield fit(take(assessed, part), -(-rows // run.minibatches))
 
 
 def _sample(rollout: Rollout, b: int, problem: Problem, completion: Completion, reward: float) -> dict:

@@ -22,7 +22,7 @@ from rljax.mesh import BATCH
 from rljax.mesh.file import MeshFile, Placement
 from rljax.mesh.move import bytes_to_move, move
 from rljax.model.forward import logprobs
-from rljax.model.table import LM, init, map_table, misfits, shardings, specs
+from rljax.model.table import LM, init, map_table, misfits, shardings
 from rljax.run.run import Run
 from rljax.train.step import start, update
 from rljax.types import Assessed, Rollout, TrainState
@@ -75,7 +75,7 @@ def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bo
     rules = misfits(lm, placement.layout, placement.zero)
     if rules:
         raise UserError(f"{mesh.path}: [{stage}] {placement.layout} does not fit roles.{role}.lm: {'; '.join(rules)}")
-    if stage != "train" and placement.layout.seq > 1 and stage == "generate":
+    if stage == "generate" and placement.layout.seq > 1:
         raise UserError(f"{mesh.path}: [generate] seq={placement.layout.seq} is not supported yet; use seq=1")
     return Place(placement.layout.mesh(jax.devices()[mesh.devices_of(placement)]), placement)
 
@@ -132,7 +132,8 @@ def build(run: Run, mesh: MeshFile) -> Stages:
 
     def complete(params, prompts: Prompts, seed: int, step: int, version: int, sampling: Sampling, n: int) -> Rollout:
         numbers = np.uint32(seed), np.uint32(step), np.int32(version)
-        settings = jax.tree.map(lambda x: np.asarray(x, np.float32 if isinstance(x, float) else np.int32), sampling)
+        number = lambda x, like: np.asarray(x, np.float32 if isinstance(like, float) else np.int32)
+        settings = jax.tree.map(number, sampling, Sampling())  # 1 and 1.0 are one temperature, and one program
         with jax.set_mesh(gen.mesh):
             args = gen.put((prompts.ids, prompts.length, prompts.uid, *numbers, settings))
             return jax.device_get(completed(params, *args, n=n))

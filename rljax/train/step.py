@@ -43,7 +43,7 @@ def update(
         state.params, batch, weights, lm=lm, objective=objective, adjust=adjust, on_policy=on_policy,
         microbatches=microbatches, remat=remat,
     )  # fmt: skip
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     deltas, opt = optimizer.update(grads, state.optimizer, state.params)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)

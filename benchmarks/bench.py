@@ -1,0 +1,68 @@
+"""The fixed work that layouts and CPU measures are timed on: one batch, and the run's own update and generate on it."""
+
+import inspect
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+
+from rljax.data.rows import fit, real
+from rljax.mesh.file import MeshFile
+from rljax.run.run import Run
+from rljax.run.schedules import problems_of
+from rljax.run.stages import build
+from rljax.types import Assessed
+
+
+class Bench:
+    """The stages of a run on a mesh, from fresh weights, each call blocking. Programs are compiled where `patches` hold."""
+
+    def __init__(self, run: Run, mesh: MeshFile, patches: tuple = ()):
+        self.run, self.patches = run, patches
+        self.stages = build(run, mesh)
+        with self.compiling():
+            self.state = self.stages.begin(run.seed)
+            self.prompts = problems_of(run, self.stages, 1)
+            self.publish()
+
+    def compiling(self):
+        return patched(*self.patches)
+
+    def publish(self) -> None:
+        self.params = jax.block_until_ready(self.stages.publish(self.state.params)[0])
+
+    def generate(self):
+        n = self.run.n if self.run.objective.advantage else 1
+        return self.stages.complete(self.params, self.prompts, self.run.seed, 1, 0, self.run.sampling, n)
+
+    def update(self, batch: Assessed) -> dict[str, float]:
+        self.state, metrics = self.stages.update(self.state, batch)
+        jax.block_until_ready(self.state)
+        return {name: float(value) for name, value in metrics.items()}
+
+    def compiled_update(self, batch: Assessed) -> jax.stages.Compiled:
+        """The very program that `update` calls, compiled now if it was not."""
+        place, program = self.stages.train, inspect.getclosurevars(self.stages.update).nonlocals["updated"]
+        with jax.set_mesh(place.mesh):
+            return program.lower(self.state, place.put(fit(batch, place.rows, place.columns))).compile()
+
+    def batch(self) -> Assessed:
+        """This bench's completions with advantages from a fixed draw: fresh weights earn no reward, so would have none."""
+        rollout = real(self.generate())
+        rows = rollout.mask.shape[0]
+        drawn = np.random.default_rng(0).normal(size=(rows, 1)).astype(np.float32)
+        reference = rollout.logp if "reference" in self.run.roles else None
+        return Assessed(rollout, np.zeros((rows, len(self.run.rewards)), np.float32), drawn * rollout.mask, reference)
+
+
+@contextmanager
+def patched(*patches):
+    """Attributes replaced for a while: (module, name, value)."""
+    old = [(module, name, getattr(module, name)) for module, name, _ in patches]
+    try:
+        for patch in patches:
+            setattr(*patch)
+        yield
+    finally:
+        for patch in old:
+            setattr(*patch)

@@ -1,0 +1,341 @@
+"""Law: the sampler's log-probabilities are the trainer's, of the distribution really drawn from; and a completion depends
+on its prompt, its weights and its key alone: not on the layout, the batch, its order, padding or the chunks of the loop."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from tiny import ALL, CONTEXT, FSDP, FSDP_TENSOR, MODELS, ONE
+
+from rljax.errors import UserError
+from rljax.generate.decode import generate, windows
+from rljax.generate.sampling import Sampling
+from rljax.mesh import Layout
+from rljax.model.forward import logprobs
+from rljax.model.table import shardings
+from rljax.types import LENGTH, PAD_UID, STOP
+
+DATA = Layout(data=8)
+N, NEW, STOPS = 3, 17, (0, 5)  # id 0 is also what pads
+LENGTHS = np.array([2, 6, 3, 5, 4, 6, 2, 3], np.int32)
+UID = np.array([40, 41, 7, 43, 1000, 45, 46, PAD_UID], np.int32)
+REAL = np.repeat(UID >= 0, N)
+SAMPLINGS = {
+    "plain": Sampling(),
+    "cold": Sampling(temperature=0.6),
+    "hot": Sampling(temperature=1.7),
+    "top-k": Sampling(temperature=0.7, top_k=5),
+    "top-p": Sampling(top_p=0.8),
+    "min-p": Sampling(temperature=1.2, min_p=0.1),
+    "all": Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.02),
+}
+GREEDY = Sampling(temperature=0.0)
+
+
+@cache
+def prompts():
+    ids = np.random.default_rng(5).integers(1, 48, (8, 6)).astype(np.int32)
+    return np.where(np.arange(6)[None] < LENGTHS[:, None], ids, 0)
+
+
+@cache
+def sampler(layout=ONE, name="rich", n=N, new=NEW, stop=STOPS, chunk=7):
+    """(mesh, jitted function, what calls it with host arrays and fetches the rollout)."""
+    lm, mesh = MODELS[name].build(), layout.mesh()
+    with jax.set_mesh(mesh):
+        params = jax.device_put(tiny.weights(name), shardings(lm.table, mesh))
+    run = jax.jit(
+        lambda params, ids, length, uid, key, version, sampling: generate(
+            lm, params, ids, length, uid, key, version, sampling, n=n, max_new=new, stop=stop, chunk=chunk
+        )
+    )
+
+    def arguments(sampling, seed=0, ids=None, length=LENGTHS, uid=UID):
+        ids = prompts() if ids is None else ids
+        settings = jax.tree.map(jnp.asarray, sampling)
+        return params, *tiny.place((ids, length, uid), mesh), jax.random.key(seed), jnp.int32(3), settings
+
+    def call(*args, **kwargs):
+        with jax.set_mesh(mesh):
+            return jax.device_get(run(*arguments(*args, **kwargs)))
+
+    call.run, call.mesh, call.arguments = run, mesh, arguments
+    return call
+
+
+def completions(rollout):
+    """The ids of each row's completion, as the mask has them."""
+    return [row[m].tolist() for row, m in zip(rollout.tokens.ids, rollout.mask)]
+
+
+def truncated(z, s: Sampling):
+    """The distribution drawn from, once more in plain numpy: temperature, then top-k, top-p and min-p on what is left."""
+    p = np.exp(z / s.temperature - (z / s.temperature).max())
+    order = np.argsort(-p)
+    keep = np.zeros(len(p), bool)
+    keep[order[: s.top_k or len(p)]] = True
+    p = np.where(keep, p, 0) / p[keep].sum()
+    before = np.cumsum(p[order]) - p[order]
+    keep[order[before >= s.top_p]] = False
+    p = np.where(keep & (p >= s.min_p * p.max()), p, 0)
+    return p / p.sum()
+
+
+@pytest.mark.pitfall("T-50")
+@pytest.mark.pitfall("T-53")
+@pytest.mark.pitfall("T-54")
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_the_recorded_logp_is_that_of_the_distribution_drawn_from(name):
+    """Against the oracle's float64 logits, token by token: the sampled id's, renormalized over the kept set."""
+    s = SAMPLINGS[name]
+    rollout = sampler()(s)
+    tok = rollout.tokens
+    logits = tiny.oracle(MODELS["rich"], tiny.weights("rich"), tok.ids, tok.positions, tok.segments)
+    drawn = 0
+    for row, t in np.argwhere(rollout.mask):
+        p = truncated(logits[row, t - 1], s)
+        assert p[tok.ids[row, t]] > 0, "a token outside the kept set was drawn"
+        assert rollout.logp[row, t] == pytest.approx(np.log(p[tok.ids[row, t]]), abs=2e-4)
+        drawn += 1
+    assert drawn > 100 and np.all(rollout.logp[~rollout.mask] == 0) and np.all(rollout.logp <= 0)
+
+
+@pytest.mark.pitfall("T-50")
+@pytest.mark.pitfall("T-53")
+@pytest.mark.parametrize(
+    "name, layout", [*((name, ONE) for name in SAMPLINGS), ("cold", ALL), ("all", ALL)], ids=lambda x: str(x).replace(" ", ",")
+)
+def test_sampler_logp_equals_trainer_logp(name, layout):
+    """What an on-policy ratio of 1 rests on. The trainer may lie on other devices than the sampler did."""
+    rollout, lm, mesh = sampler()(SAMPLINGS[name]), MODELS["rich"].build(), layout.mesh()
+    with jax.set_mesh(mesh):
+        params = jax.device_put(tiny.weights("rich"), shardings(lm.table, mesh))
+        score = jax.jit(lambda p, tokens, mask: logprobs(lm, p, tokens, mask, SAMPLINGS[name].adjust)[0])
+        trained = jax.device_get(score(params, *tiny.place((rollout.tokens, rollout.mask), mesh)))
+    ratio = np.exp(trained - rollout.logp)
+    assert np.abs(ratio - 1).max() < 1e-3 and np.abs(trained - rollout.logp).max() < 1e-4
+    if SAMPLINGS[name] != Sampling():  # control: the raw distribution has other log-probabilities
+        tok = rollout.tokens
+        logits = tiny.oracle(MODELS["rich"], tiny.weights("rich"), tok.ids, tok.positions, tok.segments)
+        raw, _ = tiny.oracle_logprobs(logits, tok.ids, rollout.mask)
+        assert np.abs(raw - rollout.logp).mean() > 0.01
+
+
+@pytest.mark.pitfall("T-86")
+@pytest.mark.parametrize("layout", [DATA, FSDP, FSDP_TENSOR, ALL, CONTEXT], ids=lambda x: str(x).replace(" ", ","))
+def test_every_layout_draws_the_same_tokens(layout):
+    for s in (SAMPLINGS["plain"], SAMPLINGS["all"], GREEDY):
+        one, other = sampler()(s), sampler(layout)(s)
+        assert np.array_equal(one.tokens.ids, other.tokens.ids) and np.abs(one.logp - other.logp).max() < 1e-4
+        rest = lambda r: (r.tokens, r.mask, r.version, r.length, r.prompt_length, r.finish, r.uid, r.sample)
+        assert tiny.identical(rest(one), rest(other))
+
+
+@pytest.mark.pitfall("T-86")
+def test_samples_differ_and_depend_on_seed_uid_and_number_alone():
+    rollout = sampler()(Sampling())
+    rows = completions(rollout)
+    groups = [rows[i : i + N] for i in range(0, len(rows) - N, N)]
+    assert all(len({tuple(r) for r in group}) == N for group in groups)
+    assert rollout.sample.tolist() == [0, 1, 2] * 8 and rollout.uid.tolist() == np.repeat(UID, N).tolist()
+    assert rows == completions(sampler()(Sampling()))
+    other = completions(sampler()(Sampling(), seed=1))
+    assert all(a != b for a, b in zip(rows[:-N], other[:-N]))
+
+    order = np.random.default_rng(6).permutation(8)
+    permuted = completions(sampler()(Sampling(), ids=prompts()[order], length=LENGTHS[order], uid=UID[order]))
+    assert permuted == [rows[i * N + j] for i in order for j in range(N)]
+
+    neighbors = prompts().copy()
+    neighbors[1:] = np.where(neighbors[1:] > 0, 47 - neighbors[1:] + (neighbors[1:] == 47), 0)
+    assert completions(sampler()(Sampling(), ids=neighbors))[:N] == rows[:N]
+
+    twins = sampler()(Sampling(), ids=np.tile(prompts()[:1], (8, 1)), length=np.full(8, 2, np.int32))
+    assert len({tuple(r) for r in completions(twins)[:-N]}) == 7 * N  # one prompt under 7 uids
+
+
+@pytest.mark.pitfall("T-18")
+@pytest.mark.pitfall("T-86")
+def test_a_batch_of_mixed_lengths_equals_its_prompts_one_by_one():
+    """Greedy and sampled alike, whatever the number of samples."""
+    alone = sampler(n=N + 1, chunk=16)  # other sizes of everything
+    for s in (GREEDY, Sampling()):
+        batch = completions(sampler()(s))
+        for i in range(7):
+            rows = completions(alone(s, ids=prompts()[i : i + 1], length=LENGTHS[i : i + 1], uid=UID[i : i + 1]))
+            assert rows[:N] == batch[i * N : (i + 1) * N]
+            assert len({tuple(r) for r in rows}) == (1 if s is GREEDY else N + 1)
+
+
+@pytest.mark.pitfall("T-18")
+def test_a_prompt_without_padding_completes_as_in_a_wide_batch():
+    exact = sampler(n=1, new=5)
+    for i in (0, 6):
+        row = completions(exact(GREEDY, ids=prompts()[i : i + 1, :2], length=LENGTHS[i : i + 1], uid=UID[i : i + 1]))[0]
+        assert row == completions(sampler()(GREEDY))[i * N][:5]
+
+
+@pytest.mark.pitfall("T-18")
+def test_greedy_is_the_argmax_of_the_full_forward():
+    rollout = sampler()(GREEDY)
+    tok = rollout.tokens
+    logits = tiny.oracle(MODELS["rich"], tiny.weights("rich"), tok.ids, tok.positions, tok.segments)
+    raw, _ = tiny.oracle_logprobs(logits, tok.ids, rollout.mask)
+    assert np.abs(raw - rollout.logp).max() < 1e-4  # at temperature 1
+    for row, t in np.argwhere(rollout.mask):
+        assert tok.ids[row, t] == logits[row, t - 1].argmax()
+
+
+@pytest.mark.pitfall("T-52")
+def test_every_row_has_its_own_settings():
+    """Numbers or arrays: rows at temperature 0 are greedy, rows with top-k 1 too, and the others as if alone."""
+    kind = np.arange(8 * N) % 3
+    mixed = Sampling(
+        np.where(kind == 0, 0.0, 1.0).astype(np.float32), np.where(kind == 1, 1, 0).astype(np.int32),
+        np.ones(8 * N, np.float32), np.zeros(8 * N, np.float32),
+    )  # fmt: skip
+    rows, greedy, sampled = (completions(sampler()(s)) for s in (mixed, GREEDY, Sampling()))
+    assert rows == [s if k == 2 else g for k, g, s in zip(kind, greedy, sampled)]
+
+
+@pytest.mark.pitfall("T-15")
+@pytest.mark.pitfall("T-20")
+def test_a_stop_id_ends_the_row_and_is_kept_even_if_it_pads():
+    """Lengths and finish reasons, not ids, say what is padding."""
+    finishes = set()
+    for s in (Sampling(), SAMPLINGS["hot"]):
+        rollout = sampler()(s)
+        for row, finish, length, prompt in zip(completions(rollout), rollout.finish, rollout.length, rollout.prompt_length):
+            if prompt == length:
+                continue
+            assert not set(row[:-1]) & set(STOPS) and len(row) == length - prompt <= NEW
+            assert finish == (STOP if row[-1] in STOPS else LENGTH)
+            assert finish == STOP or len(row) == NEW
+            finishes.add((int(finish), row[-1] if finish == STOP else None))
+    assert finishes == {(STOP, 0), (STOP, 5), (LENGTH, None)}  # all three were seen
+
+
+def test_rows_are_a_prompt_then_its_completion_then_padding():
+    rollout = sampler()(Sampling())
+    t = np.arange(6 + NEW)
+    for i, (ids, mask) in enumerate(zip(rollout.tokens.ids, rollout.mask)):
+        prompt, length = LENGTHS[i // N], rollout.length[i]
+        assert ids[:prompt].tolist() == prompts()[i // N, :prompt].tolist() and np.all(ids[length:] == 0)
+        assert np.array_equal(mask, (t >= prompt) & (t < length))
+        assert np.array_equal(rollout.tokens.positions[i], np.where(t < length, t, 0))
+        assert np.array_equal(rollout.tokens.segments[i], t < length)
+        assert np.array_equal(rollout.version[i], np.where(mask, 3, 0))
+    assert rollout.prompt_length.tolist() == np.repeat(LENGTHS, N).tolist()
+
+
+def test_filler_rows_generate_nothing():
+    rollout = sampler()(Sampling())
+    assert not rollout.mask[~REAL].any() and rollout.mask[REAL].any(1).all()
+    assert np.array_equal(rollout.length[~REAL], rollout.prompt_length[~REAL])
+    assert np.all(rollout.logp[~REAL] == 0) and np.all(rollout.uid[~REAL] == PAD_UID)
+
+
+@pytest.mark.pitfall("T-20")
+@pytest.mark.parametrize("new", [1, 2])
+def test_exactly_so_many_tokens(new):
+    """The first of a longer completion, and without a stop id all of them."""
+    rows, longer = completions(sampler(new=new, stop=())(Sampling())), completions(sampler()(Sampling()))
+    assert all(len(row) == new for row in rows[:-N]) and not any(rows[-N:])
+    assert all(row[: len(full)] == full[:new] for row, full in zip(rows, longer))
+    rollout = sampler(new=new, stop=())(Sampling())
+    assert rollout.tokens.ids.shape == (8 * N, 6 + new) and np.all(rollout.finish == LENGTH)
+
+
+@pytest.mark.pitfall("T-111")
+def test_new_settings_compile_nothing():
+    call = sampler()
+    for s in (*SAMPLINGS.values(), GREEDY, Sampling(0.123, 3, 0.5, 0.3)):
+        call(s)
+    call(Sampling(), seed=9)
+    size = call.run._cache_size()
+    call(Sampling(np.ones(8 * N, np.float32)))  # control: an array a row is another shape
+    assert call.run._cache_size() == size + 1 or size == 2  # 2 if the test of mixed rows came first
+    assert size in (1, 2)
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 6, 64, 1000])
+@pytest.mark.parametrize("chunk", [1, 7, 32])
+@pytest.mark.parametrize("chunks", [0, 1, 2, 3, 17, 100])
+def test_the_plan_of_windows(prompt, chunk, chunks):
+    plan = windows(prompt, chunk, chunks)
+    untils, slots = [u for u, _ in plan], [w for _, w in plan]
+    assert (untils[-1] if plan else 0) == chunk * chunks  # covers all, and no more
+    assert all(a < b for a, b in zip(untils, untils[1:])) and all(u % chunk == 0 for u in untils)
+    assert all(a < b for a, b in zip(slots, slots[1:]))
+    assert all(w >= prompt + u for u, w in plan)  # token t of the longest row is written at slot prompt + t - 1
+    assert all(b <= max(2 * a, a + chunk) for a, b in zip([prompt, *slots], slots))  # reads at most twice what is needed
+    assert len(plan) <= 2 + prompt + np.log2(max(1, chunk * chunks / prompt)) + chunk
+    if chunk <= prompt:
+        assert len(plan) <= 2 + np.log2((prompt + chunk * chunks) / prompt) / np.log2(1.5)
+
+
+def traced(n, new, chunk):
+    """The jaxpr of a generation, and the (ids, window) of each call of the model's `extend`."""
+    lm, seen = MODELS["rich"].build(), []
+
+    def extend(p, ids, cache, lengths, window=None):
+        seen.append((ids.shape, window))
+        return lm.extend(p, ids, cache, lengths, window)
+
+    with jax.set_mesh(ONE.mesh()):
+        args = tiny.weights("rich"), prompts(), LENGTHS, UID, jax.random.key(0), jnp.int32(0), Sampling()
+        spied = lm._replace(extend=extend)
+        run = lambda *a: generate(spied, *a, n=n, max_new=new, stop=STOPS, chunk=chunk)
+        return jax.make_jaxpr(run)(*args), seen
+
+
+def test_each_prompt_is_prefilled_once_and_attention_reads_a_growing_window():
+    jaxpr, seen = traced(n=4, new=1 + 3 * 8, chunk=8)
+    assert seen[0] == ((8, 6), None)  # 8 prompts, not 32 rows
+    assert {ids for ids, _ in seen[1:]} == {(32, 1)}
+    plan = [w for _, w in windows(6, 8, 3)]
+    assert list(dict.fromkeys(w for _, w in seen[1:])) == plan == [14, 22, 30]
+    # scores of one query against w slots: their einsum's last dimension is the window
+    products = [e.outvars[0].aval.shape for e in tiny.equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
+    read = [shape[-1] for shape in products if len(shape) > 3 and shape[0] == 32 and shape[-1] in plan]
+    assert sorted(set(read)) == plan and len(read) >= 3 * MODELS["rich"].layers
+    prefill = [shape for shape in products if len(shape) > 3 and shape[-1] == 6]
+    assert prefill and all(32 not in shape for shape in prefill)
+
+
+def inner(collective) -> bool:
+    """Inside the scan of a chunk, which lies inside the loop over chunks."""
+    return collective.scope.count("while/body") > 1
+
+
+def test_data_parallel_decode_does_not_communicate_within_a_chunk():
+    text = lambda layout: sampler(layout).run.lower(*sampler(layout).arguments(Sampling())).compile().as_text()
+    with jax.set_mesh(sampler(DATA).mesh):
+        alone = tiny.collectives(text(DATA))
+    assert [c for c in alone if inner(c)] == []
+    assert {shape for c in alone if "while" in c.scope for shape in c.shapes} <= {()}  # at most "has every row ended?"
+    with jax.set_mesh(sampler(ALL).mesh):
+        assert any(inner(c) for c in tiny.collectives(text(ALL)))  # control: tensor parallelism has to
+
+
+@pytest.mark.pitfall("T-52")
+@pytest.mark.parametrize(
+    "sampling, training, field",
+    [
+        (GREEDY, True, "temperature"),
+        (Sampling(-1.0), False, "temperature"),
+        (Sampling(top_k=-1), False, "top_k"),
+        (Sampling(top_p=0.0), False, "top_p"),
+        (Sampling(top_p=1.5), False, "top_p"),
+        (Sampling(min_p=-0.1), True, "min_p"),
+        (Sampling(min_p=1.1), True, "min_p"),
+    ],
+)
+def test_impossible_settings_are_one_line_errors(sampling, training, field):
+    with pytest.raises(UserError, match=f"sampling.{field}=") as error:
+        sampling.check(training)
+    assert "\n" not in str(error.value)
+    GREEDY.check(training=False), Sampling(0.6, 5, 0.9, 0.1).check(training=True)

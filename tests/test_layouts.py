@@ -1,0 +1,318 @@
+"""Law: every layout, ZeRO level, number of microbatches and remat choice computes the single device's loss, gradient and
+AdamW update. What the mask excludes, padding rows included, takes no part in any of them, on any layout."""
+
+from dataclasses import replace
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from tiny import ALL, CONTEXT, FILLER, FSDP, ONE, ROWS
+
+from rljax.mesh import Layout
+from rljax.model.table import init, map_table, shardings
+from rljax.train import reductions
+
+GRADIENT, PARAMS = 2e-5, 1e-4  # relative to a tensor's largest entry, in float32
+
+
+def agree(result, reference):
+    assert result.loss == pytest.approx(reference.loss, rel=1e-5)
+    for name, value in reference.metrics.items():
+        assert result.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert tiny.distance(result.grads, reference.grads) < GRADIENT
+    assert tiny.distance(result.params, reference.params) < PARAMS
+
+
+@pytest.mark.pitfall("T-07")
+@pytest.mark.pitfall("T-12")
+@pytest.mark.parametrize("layout, zero", tiny.LAYOUTS, ids=lambda x: str(x).replace(" ", ","))
+def test_every_layout_computes_the_single_device_update(model, layout, zero):
+    result = tiny.step(model, layout, zero)(tiny.batch(model))
+    agree(result, tiny.step(model)(tiny.batch(model)))
+
+    table = tiny.MODELS[model].build().table
+    where = shardings(table, layout.mesh(), zero)
+    for trees in ((result.sharded, where), (result.state.params, where)):
+        map_table(lambda t, x, s: _placed(t, x, s), table, *trees)
+    split = lambda t: layout.fsdp > 1 and zero == 3 and t.matrix and "fsdp" in str(t.spec)
+    share = layout.tensor * layout.fsdp
+    for t, g in zip(jax.tree.leaves(table, is_leaf=lambda t: hasattr(t, "dims")), jax.tree.leaves(result.sharded)):
+        if split(t):  # gradients are sharded as ZeRO-3 says, not merely labelled so
+            assert g.addressable_shards[0].data.size * share == t.size, t.name
+
+
+def _placed(tensor, x, sharding):
+    assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{tensor.name}: {x.sharding} is not {sharding}"
+
+
+def test_the_comparison_notices_a_small_mistake():
+    """Control: a batch that differs in one token's advantage is not the same update."""
+    batch = tiny.batch("plain")
+    advantages = batch.advantages.copy()
+    advantages[0, batch.rollout.length[0] - 1] *= 1.01
+    wrong, right = tiny.step("plain")(batch.replace(advantages=advantages)), tiny.step("plain")(batch)
+    assert tiny.distance(wrong.grads, right.grads) > 2 * GRADIENT
+    with pytest.raises(AssertionError):
+        agree(wrong, right)
+
+
+@pytest.mark.pitfall("T-01")
+@pytest.mark.parametrize("layout, microbatches", [(ONE, 2), (ONE, 4), (ALL, 2), (ALL, 4)], ids=str)
+def test_microbatches_equal_one(layout, microbatches):
+    result = tiny.step("rich", layout, 3, microbatches)(tiny.batch("rich"))
+    agree(result, tiny.step("rich")(tiny.batch("rich")))
+
+
+@pytest.mark.parametrize("layout, remat", [(ONE, "none"), (ONE, "names"), (ALL, "none"), (ALL, "names")], ids=str)
+def test_remat_changes_memory_alone(layout, remat):
+    agree(tiny.step("rich", layout, 3, 1, remat)(tiny.batch("rich")), tiny.step("rich")(tiny.batch("rich")))
+
+
+REDUCTIONS = {
+    "token mean": reductions.token_mean,
+    "sequence mean of token means": reductions.sequence_mean_token_mean,
+    "sequence mean of token sums": reductions.sequence_mean_token_sum,
+    "constant length": reductions.ConstantLength(9),
+}
+
+
+@pytest.mark.pitfall("T-01")
+@pytest.mark.pitfall("T-09")
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_reduction_is_free_of_accumulation_and_layout(reduction):
+    batch = tiny.batch("plain")
+    weights = REDUCTIONS[reduction](batch.rollout.mask)
+    loss, grads = tiny.gradient("plain")(batch, weights)
+    for other in (tiny.gradient("plain", ONE, 3, 4), tiny.gradient("plain", ONE, 3, ROWS), tiny.gradient("plain", FSDP, 3, 4)):
+        again, same = other(batch, weights)
+        assert again == pytest.approx(loss, rel=1e-5) and tiny.distance(same, grads) < GRADIENT
+
+
+def uneven(batch):
+    """The rows of devices 0 to 3 of 8 keep one token each; the others all of theirs."""
+    mask = batch.rollout.mask.copy()
+    last = np.arange(tiny.TIME)[None] == batch.rollout.length[:, None] - 1
+    mask[: ROWS // 2] &= last[: ROWS // 2]
+    return batch.replace(rollout=batch.rollout.replace(mask=mask))
+
+
+@pytest.mark.pitfall("T-02")
+def test_the_token_mean_is_global_however_tokens_are_spread():
+    batch = uneven(tiny.batch("plain"))
+    mask = batch.rollout.mask
+    local = lambda parts: np.concatenate([m / max(m.sum(), 1) / parts for m in np.split(mask, parts)])
+    counts = [m.sum() for m in np.split(mask, 8)]
+    assert min(counts) <= 4 < 16 <= max(counts)
+    _, truth = tiny.gradient("plain")(batch, mask / mask.sum())
+    _, sharded = tiny.gradient("plain", FSDP, 3, 4)(batch, reductions.token_mean(mask))
+    assert tiny.distance(sharded, truth) < GRADIENT
+    _, wrong = tiny.gradient("plain", FSDP, 3, 4)(batch, local(8))  # control: each device's own mean
+    assert tiny.distance(wrong, truth) > 0.1
+
+
+@pytest.mark.pitfall("T-26")
+@pytest.mark.parametrize("empty", ["a device", "a microbatch", "all"])
+def test_parts_without_a_token_are_harmless(empty):
+    batch = tiny.batch("plain")
+    mask = batch.rollout.mask.copy()
+    mask[{"a device": slice(8, 12), "a microbatch": slice(1, None, 4), "all": slice(None)}[empty]] = False
+    batch = batch.replace(rollout=batch.rollout.replace(mask=mask))
+    weights = np.asarray(reductions.token_mean(mask))
+    loss, grads = tiny.gradient("plain", FSDP, 3, 4)(batch, weights)
+    expected = tiny.gradient("plain")(batch, weights)
+    assert np.isfinite(loss) and loss == pytest.approx(expected[0], rel=1e-5)
+    if empty == "all":
+        assert loss == 0 and all(np.all(g == 0) for g in jax.tree.leaves(grads))
+        for reduction in REDUCTIONS.values():
+            assert np.all(np.asarray(reduction(mask)) == 0)
+    else:
+        assert tiny.distance(grads, expected[1]) < GRADIENT
+
+
+def soiled(batch, fill):
+    """Every float `[B T]` input holds `fill` wherever the mask excludes it."""
+    mask, rollout = batch.rollout.mask, batch.rollout
+    dirty = lambda x: np.where(mask, x, fill(x.shape)).astype(np.float32)
+    scores = np.where(mask.any(1, keepdims=True), batch.scores, np.nan)
+    return batch.replace(
+        rollout=rollout.replace(logp=dirty(rollout.logp)), scores=scores,
+        advantages=dirty(batch.advantages), ref_logp=dirty(batch.ref_logp),
+    )  # fmt: skip
+
+
+@pytest.mark.pitfall("T-27")
+@pytest.mark.pitfall("T-28")
+@pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf, 1e30, None], ids=str)
+@pytest.mark.parametrize("layout", [ONE, ALL], ids=["one", "all"])
+def test_masked_values_cannot_leak(layout, fill):
+    """The filler row is all masked, so it is soiled from end to end."""
+    step, batch = tiny.step("rich", layout), tiny.batch("rich")
+    assert not batch.rollout.mask[FILLER].any()
+    rng = np.random.default_rng(2)
+    dirty = soiled(batch, lambda shape: rng.normal(size=shape) if fill is None else np.full(shape, fill))
+    clean, result = step(batch), step(dirty)
+    assert np.isfinite(result.loss)
+    for a, b in zip((clean.metrics, clean.grads, clean.params), (result.metrics, result.grads, result.params)):
+        assert tiny.identical(a, b)
+
+
+@pytest.mark.pitfall("T-28")
+def test_unmasked_values_do_matter():
+    """Control of the test above: the same soil where the mask is True is felt."""
+    batch = tiny.batch("rich")
+    for name in ("logp", "advantages", "ref_logp"):
+        owner = batch.rollout if name == "logp" else batch
+        value = np.where(batch.rollout.mask, getattr(owner, name) + 0.5, 0).astype(np.float32)
+        changed = owner.replace(**{name: value})
+        changed = batch.replace(rollout=changed) if name == "logp" else changed
+        assert tiny.distance(tiny.step("rich")(changed).grads, tiny.step("rich")(batch).grads) > 1e-3, name
+
+
+@pytest.mark.pitfall("T-16")
+@pytest.mark.pitfall("T-28")
+def test_padding_ids_and_the_filler_row_take_no_part():
+    batch = tiny.batch("rich")
+    tokens, rng = batch.rollout.tokens, np.random.default_rng(3)
+    noise = rng.integers(0, 48, tokens.ids.shape).astype(np.int32)
+    ids = np.where(tokens.segments > 0, tokens.ids, noise)
+    ids[FILLER] = noise[FILLER]
+    assert np.any(ids != tokens.ids)
+    soiled = batch.replace(rollout=batch.rollout.replace(tokens=tokens.replace(ids=ids)))
+    clean, result = tiny.step("rich")(batch), tiny.step("rich")(soiled)
+    assert tiny.identical((clean.loss, clean.grads, clean.params), (result.loss, result.grads, result.params))
+
+
+@pytest.mark.pitfall("T-97")
+@pytest.mark.parametrize("layout, microbatches", [(FSDP, 4), (ALL, 1), (CONTEXT, 1)], ids=["fsdp", "all", "context"])
+def test_batches_of_any_size_count_each_sample_once(layout, microbatches):
+    """n rows padded to what the layout needs equal the sum of the n rows' gradients, each computed alone."""
+    batch = tiny.batch("plain")
+    ones = np.asarray(batch.rollout.mask, np.float32)
+    alone = tiny.gradient("plain", rows=1)
+    row = lambda i: alone(jax.tree.map(lambda x: x[i : i + 1], batch), ones[i : i + 1])
+    loss, total = 0.0, jax.tree.map(lambda w: np.zeros(w.shape), tiny.weights("plain"))
+    sizes = range(1, 18) if layout == FSDP else (1, 3, 8, 17)
+    for i in range(17):
+        one, grads = row(i)
+        loss, total = loss + one, jax.tree.map(np.add, total, grads)
+        if i + 1 not in sizes:
+            continue
+        mask = batch.rollout.mask & (np.arange(ROWS) <= i)[:, None]
+        part = soiled(batch.replace(rollout=batch.rollout.replace(mask=mask)), lambda shape: np.full(shape, np.nan))
+        got, grads = tiny.gradient("plain", layout, 3, microbatches)(part, reductions.token_mean(mask))
+        assert got == pytest.approx(loss / mask.sum(), rel=1e-4, abs=1e-6)
+        assert tiny.distance(grads, jax.tree.map(lambda g: g / mask.sum(), total)) < GRADIENT, i + 1
+
+
+@pytest.mark.parametrize("zero", [3, 0])
+def test_replicas_sum_gradients_once_an_update(zero):
+    """Over data, matrices cross after the microbatch loop and as many of them whatever its length; ZeRO-3 scatters in it."""
+    counts = []
+    for k in (1, 2, 4) if zero == 3 else (1, 2):
+        step = tiny.step("rich", ALL, zero, k)
+        matrices, devices = [], np.arange(8).reshape(2, 2, 2)  # data, fsdp, tensor
+        across = lambda c: any(len({int(np.argwhere(devices == d)[0][0]) for d in group}) > 1 for group in c.groups)
+        for c in tiny.collectives(step.text):
+            inside = "while" in c.scope
+            if c.kind == "all-reduce" and across(c):
+                large = [shape for shape in c.shapes if len(shape) > 1]
+                assert not (inside and large), f"a gradient is summed in every microbatch: {c}"
+                matrices += [] if inside else large
+        counts.append(len(matrices))
+        scattered = [c for c in tiny.collectives(step.text) if c.kind == "reduce-scatter"]
+        assert all("while" in c.scope for c in scattered) and bool(scattered) == (zero == 3)
+    assert set(counts) == {8}  # embedding and 7 of a layer, stacked
+
+
+def test_a_plain_sharded_sum_would_be_found_in_the_loop():
+    """Control of the test above: scales are not marked as reduced, so theirs do cross in the loop."""
+    step = tiny.step("rich", ALL, 3, 2)
+    small = [s for c in tiny.collectives(step.text) if c.kind == "all-reduce" and "while" in c.scope for s in c.shapes]
+    assert (32,) in small
+
+
+@pytest.mark.pitfall("T-111")
+def test_an_update_accepts_its_own_result_and_moves_nothing_implicitly():
+    """One compile serves every update: what comes out is placed like what went in."""
+    step = tiny.step("rich", ALL)
+    first = step(tiny.batch("rich"))
+    batch = tiny.place(tiny.batch("rich"), step.mesh)
+    with jax.set_mesh(step.mesh), jax.transfer_guard("disallow"):
+        state, metrics = step.compiled(first.state, batch)
+    assert int(state.step) == 2 and float(metrics["loss"]) != first.loss
+    assert all(value.shape == () for value in metrics.values())
+
+
+@pytest.mark.xfail(strict=True, reason="step.update promises float32 scalars, metrics['skipped'] is int32")
+def test_metrics_are_float32():
+    assert {str(value.dtype) for value in tiny.step("rich")(tiny.batch("rich")).metrics.values()} == {"float32"}
+
+
+def test_initial_parameters_do_not_depend_on_the_layout():
+    lm = tiny.MODELS["rich"].build()
+    values = {}
+    for layout, zero in ((ONE, 3), (Layout(data=2, fsdp=2, tensor=2), 3)):
+        with jax.set_mesh(layout.mesh()):
+            params = jax.jit(lambda key: init(lm.table, key, zero))(jax.random.key(0))  # noqa: B023
+        values[layout] = jax.device_get(params)
+        assert all(p.shape == t.shape for p, t in zip(jax.tree.leaves(params), _tensors(lm)))
+    first, second = values.values()
+    assert tiny.identical(first, second)
+    for t, x in zip(_tensors(lm), jax.tree.leaves(first)):
+        if t.std not in (0, 1):
+            assert np.std(x) == pytest.approx(t.std, rel=6 / np.sqrt(prod(t.shape))), t.name
+
+
+def _tensors(lm):
+    return jax.tree.leaves(lm.table, is_leaf=lambda t: hasattr(t, "dims"))
+
+
+@pytest.mark.pitfall("T-26")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(value):
+    step, batch = tiny.step("rich"), tiny.batch("rich")
+    advantages = batch.advantages.copy()
+    advantages[0, batch.rollout.length[0] - 1] = value
+    poisoned = batch.replace(advantages=advantages)
+    first = step(batch)
+    assert not tiny.identical(first.params, tiny.weights("rich"))
+    before = jax.device_get(first.state)
+    bad = step(poisoned, first.state)
+    worse = step(poisoned, bad.state)
+    after = jax.device_get(worse.state)
+    assert tiny.identical((before.params, before.optimizer), (after.params, after.optimizer))
+    assert [int(s.step) for s in (before, bad.state, after)] == [1, 2, 3]
+    assert [int(s.skipped) for s in (before, bad.state, after)] == [0, 1, 2] and worse.metrics["skipped"] == 2
+    good = step(batch, worse.state)
+    assert int(good.state.skipped) == 0 and np.isfinite(good.loss)
+    assert tiny.identical(good.params, step(batch, first.state).params)
+
+
+ON_POLICY = replace(tiny.OBJECTIVE, entropy=0.0)
+
+
+@pytest.mark.pitfall("T-57")
+@pytest.mark.pitfall("T-61")
+def test_on_policy_ratios_are_one_and_kl_alone_has_a_gradient():
+    step, batch = tiny.step("plain", objective=ON_POLICY, on_policy=True), tiny.batch("plain")
+    result = step(batch)
+    assert result.metrics["ratio"] == 1.0 and result.metrics["clip_fraction/low"] == 0
+    mask, n = batch.rollout.mask, batch.rollout.mask.sum(1)
+    means = (batch.advantages * mask).sum(1)[n > 0] / n[n > 0]
+    tok = batch.rollout.tokens
+    logits = tiny.oracle(tiny.MODELS["plain"], tiny.weights("plain"), tok.ids, tok.positions, tok.segments)
+    own, _ = tiny.oracle_logprobs(logits, tok.ids, mask)
+    d = np.where(mask, own - batch.ref_logp, 0)
+    kl = ((np.exp(-d) - 1 + d).sum(1)[n > 0] / n[n > 0]).mean()
+    assert result.loss == pytest.approx(-means.mean() + 0.1 * kl, rel=1e-5)
+    silent = step(batch.replace(advantages=np.zeros_like(batch.advantages)))
+    assert silent.loss == pytest.approx(0.1 * kl, rel=1e-4) and silent.metrics["grad_norm"] > 1e-3
+    # the gradient descends: half its norm times the step is gained to first order
+    lm = tiny.MODELS["plain"]
+    moved = jax.tree.map(lambda p, g: p - 1e-3 * g, tiny.weights("plain"), silent.grads)
+    lower, _ = tiny.oracle_logprobs(tiny.oracle(lm, moved, tok.ids, tok.positions, tok.segments), tok.ids, mask)
+    d = np.where(mask, lower - batch.ref_logp, 0)
+    gain = 0.1 * (kl - ((np.exp(-d) - 1 + d).sum(1)[n > 0] / n[n > 0]).mean())
+    assert gain == pytest.approx(1e-3 * float(silent.metrics["grad_norm"]) ** 2, rel=0.05)
