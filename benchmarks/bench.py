@@ -15,7 +15,7 @@ from rljax.types import Assessed
 
 
 class Bench:
-    """The stages of a run on a mesh, from fresh weights, each call blocking. Programs are compiled where `patches` hold."""
+    """The stages of a run on a mesh, from fresh weights; calls block. Programs are compiled where `patches` hold."""
 
     def __init__(self, run: Run, mesh: MeshFile, patches: tuple = ()):
         self.run, self.patches = run, patches
@@ -29,13 +29,17 @@ class Bench:
         return patched(*self.patches)
 
     def publish(self) -> None:
+        """Parameters for `generate`: valid until the next update, which may be given their very buffers."""
         self.params = jax.block_until_ready(self.stages.publish(self.state.params)[0])
 
     def generate(self):
+        if self.params is None:
+            self.publish()
         n = self.run.n if self.run.objective.advantage else 1
         return self.stages.complete(self.params, self.prompts, self.run.seed, 1, 0, self.run.sampling, n)
 
     def update(self, batch: Assessed) -> dict[str, float]:
+        self.params = None
         self.state, metrics = self.stages.update(self.state, batch)
         jax.block_until_ready(self.state)
         return {name: float(value) for name, value in metrics.items()}
@@ -47,7 +51,7 @@ class Bench:
             return program.lower(self.state, place.put(fit(batch, place.rows, place.columns))).compile()
 
     def batch(self) -> Assessed:
-        """This bench's completions with advantages from a fixed draw: fresh weights earn no reward, so would have none."""
+        """This bench's completions, with advantages drawn at random: those of fresh weights would be 0."""
         rollout = real(self.generate())
         rows = rollout.mask.shape[0]
         drawn = np.random.default_rng(0).normal(size=(rows, 1)).astype(np.float32)

@@ -29,14 +29,14 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
-        self.add_argument("words", nargs="*", metavar="EXPERIMENT, FIELD=VALUE", help="an experiment, changed fields of it")
+        self.add_argument("words", nargs="*", metavar="EXPERIMENT, FIELD=VALUE", help="a run, and its changed fields")
         self.add_argument("--json", action="store_true", help="print JSON")
 
     def error(self, message: str):
         self.exit(2, f"{Path(sys.argv[0]).name}: {' '.join(message.split())}\n")
 
     def read(self, *fields: str) -> argparse.Namespace:
-        """The arguments; `run` with its `overrides` made and the options named `fields`, and the `experiment` it is from."""
+        """The arguments; and `run` of the file `experiment`, changed by `overrides` and the options named `fields`."""
         args = self.parse_intermixed_args()
         words = [*args.words, *(word for word in getattr(args, "meshes", ()) if "=" in word)]
         if hasattr(args, "meshes"):  # --meshes A B steps=2: its list runs on

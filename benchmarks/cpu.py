@@ -91,7 +91,8 @@ def allocator(lab: Lab) -> Iterator[Row]:
     sides = {side: Worker(lab, side) for side in ("default", "keep")}
     try:
         for step in ("update", "generate"):
-            calls = {name: (lambda side=side, step=step: side(step)) for name, side in zip(("before", "after"), sides.values())}
+            take = lambda side, step=step: lambda: sides[side](step)
+            calls = {"before": take("default"), "after": take("keep")}
             yield lab.row("allocator", step, interleave(calls, lab.rounds, lambda call: call()), True)
     finally:
         for side in sides.values():
@@ -122,7 +123,7 @@ def unrolled(lab: Lab) -> Iterator[Row]:
 
 
 def gathered(lab: Lab) -> Iterator[Row]:
-    """generation from weights gathered once a step (resharding included), instead of as training shards them (ZeRO 3)"""
+    """generation from weights gathered once a step, which is timed with it, instead of from ZeRO-3 shards"""
     if lab.devices == 1:
         return
     tables = lambda generate: SHARDED.format(n=lab.devices, generate=generate)
@@ -158,7 +159,7 @@ def decode_attention(lab: Lab) -> Iterator[Row]:
         q = q.reshape(b, 1, k.shape[2], -1, h)
         scores = jnp.sum((q * k[:, :, :, None]).astype(jnp.float32), -1) / sqrt(h)
         weights = jax.nn.softmax(jnp.where(mask[:, 0, :, None, None], scores, attention.MASKED), 1).astype(v.dtype)
-        return jnp.sum(weights[..., None] * v[:, :, :, None], 1).reshape(b, 1, n, h)
+        return jnp.sum(weights[..., None] * v[:, :, :, None], 1, keepdims=True).reshape(b, 1, n, h)
 
     after = lab.bench((attention, "dense", elementwise))
     yield from lab.compare("decode_attention", lab.product, after, ("generate",), product=False)
@@ -178,7 +179,8 @@ def compile_cache(lab: Lab) -> Iterator[Row]:
                 spent[lab.compiles.stage] = lab.compiles.seconds[lab.compiles.stage]
         finally:
             use_cache(old)
-    yield Row("compile_cache", lab.devices, "compile", spent["cold"], spent["warm"], spent["cold"] / spent["warm"], None, True)
+    cold, warm = spent["cold"], spent["warm"]
+    yield Row("compile_cache", lab.devices, "compile", cold, warm, cold / warm, None, True)
 
 
 def use_cache(folder: str | None) -> None:
@@ -186,7 +188,8 @@ def use_cache(folder: str | None) -> None:
     compilation_cache.reset_cache()  # JAX opens a cache once
 
 
-MEASURES = {f.__name__: f for f in (allocator, matmul, rope, unrolled, gathered, append, decode_attention, compile_cache)}
+ALL = allocator, matmul, rope, unrolled, gathered, append, decode_attention, compile_cache
+MEASURES = {measure.__name__: measure for measure in ALL}
 
 
 def start(args, lab_devices: int, allocator: str) -> Lab:
@@ -253,11 +256,12 @@ def body() -> None:
     parser.add_argument("--rounds", type=count, default=7, help="times that each step is timed [7]")
     parser.add_argument("--cache", action="store_true", help="use the persistent cache, but for its own measure")
     parser.add_argument("--lab", action="store_true", help="measure in this process, a JSON line a row")
-    parser.add_argument("--serve", choices=("default", "keep"), help="take steps as standard input says, for --only allocator")
+    parser.add_argument("--serve", choices=("default", "keep"), help="take steps as standard input says")
     args = parser.read()
     if wrong := [name for name in args.only if name not in MEASURES]:
         raise UserError(f"--only {wrong[0]}: no such measure; {nearest(wrong[0], MEASURES)}")
-    args.arguments = [str(args.experiment), *args.overrides, "--rounds", str(args.rounds), *(["--cache"] if args.cache else [])]
+    args.arguments = [str(args.experiment), *args.overrides, "--rounds", str(args.rounds)]
+    args.arguments += ["--cache"] if args.cache else []
     if args.serve:
         return serve(start(args, args.devices[0], args.serve))
     if args.lab:
@@ -271,13 +275,14 @@ def body() -> None:
         print(f"{row.measure} on {row.devices}, {row.step}: ×{row.speedup:.2f}", file=sys.stderr)
         rows.append(row)
     shown = table("measure", "devices", "step", "without, ms", "with, ms", "speedup", "in CPU time", "product")
-    for row in rows:
-        shown.add_row(row.measure, str(row.devices), row.step, f"{1e3 * row.before:.1f}", f"{1e3 * row.after:.1f}",
-                      f"×{row.speedup:.2f}", f"×{row.cpu_speedup:.2f}" if row.cpu_speedup else "", "yes" if row.product else "no")  # fmt: skip
+    gain = lambda value: f"×{value:.2f}" if value else ""
+    for r in rows:
+        times = f"{1e3 * r.before:.1f}", f"{1e3 * r.after:.1f}", gain(r.speedup), gain(r.cpu_speedup)
+        shown.add_row(r.measure, str(r.devices), r.step, *times, "yes" if r.product else "no")
     said = [f"{name}: {MEASURES[name].__doc__}" for name in args.only]
-    sizes = f"{args.experiment.stem}: {args.run.prompts} × {args.run.n} rows of {args.run.max_prompt} + {args.run.max_new} tokens"
+    rows_of = f"{args.run.prompts} × {args.run.n} rows of {args.run.max_prompt} + {args.run.max_new} tokens"
     report = {"experiment": args.experiment.stem, "rows": [row._asdict() for row in rows]}
-    show(report, [sizes, shown, *said], args.json)
+    show(report, [f"{args.experiment.stem}: {rows_of}", shown, *said], args.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Collectives of a compiled program, read from its HLO text: how often a step runs each kind, and the bytes that sends."""
+"""Collectives of a compiled program, read from its HLO text: how often each kind runs, and the bytes that sends."""
 
 import re
 from collections import defaultdict
@@ -56,7 +56,7 @@ def traffic(text: str, devices: int) -> Traffic:
                 seen += 1
                 continue
             trips = TRIPS.search(rest) if op == "while" else None
-            called = CALLED.findall(rest) + [b.strip().lstrip("%") for s in BRANCHES.findall(rest) for b in s.split(",")]
+            called = CALLED.findall(rest) + re.findall(r"[\w.\-]+", " ".join(BRANCHES.findall(rest)))
             within = sum(walk(each, times * int(trips[1]) if trips else times) for each in called)
             unknown += op == "while" and not trips and within > 0
             seen += within

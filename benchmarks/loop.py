@@ -29,7 +29,7 @@ def measure(run, mesh, compiles: Compiles) -> dict:
     state = stages.begin(run.seed)
     reference = stages.freeze(state.params) if "reference" in run.roles else None
     history = []
-    for state, metrics, _ in run.schedule(run, stages, state, reference, 1, show):
+    for _, metrics, _ in run.schedule(run, stages, state, reference, 1, show):
         history.append({name: float(value) for name, value in metrics.items()})
     later = history[1:] or history
     of = lambda name, steps=later: [step[f"seconds/{name}"] for step in steps]
@@ -66,10 +66,10 @@ def tables(report: dict) -> list:
         shown.add_row(name, f"{1e3 * stage['seconds']:.1f}", f"{stage['share']:.0%}", f"{stage['first']:.2f}",
                       f"{stage['compile_seconds']:.2f}", str(stage["programs"]))  # fmt: skip
     parts = [report["begin"], *report["stages"].values()]
-    first = sum(stage["first"] for stage in report["stages"].values())
+    total = lambda name: sum(part.get(name, 0) for part in parts)
     shown.add_section()
-    shown.add_row("step", f"{1e3 * report['seconds']:.1f}", "", f"{first:.2f}",
-                  f"{sum(p['compile_seconds'] for p in parts):.2f}", str(sum(p["programs"] for p in parts)))  # fmt: skip
+    shown.add_row("step", f"{1e3 * report['seconds']:.1f}", "", f"{total('first'):.2f}",
+                  f"{total('compile_seconds'):.2f}", str(total("programs")))  # fmt: skip
     moved = "" if report["reshard_bytes"] is None else f"; {size(report['reshard_bytes'])} resharded a step"
     layout = ", ".join(f"{stage} {layout}" for stage, layout in report["layout"].items())
     return [

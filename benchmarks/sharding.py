@@ -2,11 +2,11 @@
 
     python benchmarks/sharding.py [EXPERIMENT] [--meshes FILE ...] [--rounds 7] [--cache] [--json] [FIELD=VALUE ...]
 
-Every mesh file gets the same weights and the same batch. Steps are timed in turns, A B C A B C, so a ratio (to the first
-file) holds however loaded the machine is; simulated devices share its cores, so it says what a layout costs, never what
-it would gain on real ones. State bytes are those of the shards, temporary bytes the compiler's, both per device;
-collectives are those of the compiled update with the bytes each device sends. Exits with 1 if loss, gradient norm or
-entropy of the first update differ from the first file's by more than the tolerance.
+Every mesh file gets the same weights and the same batch. Steps are timed in turns, A B C A B C, so a ratio (to the
+first file) holds however loaded the machine is; simulated devices share its cores, so it says what a layout costs,
+never what it would gain on real ones. State bytes are those of the shards, temporary bytes the compiler's, both per
+device; collectives are those of the compiled update with the bytes each device sends. Exits with 1 if loss, gradient
+norm or entropy of the first update differ from the first file's by more than the tolerance.
 """
 
 import sys
@@ -66,7 +66,7 @@ def measure(run, meshes: list, rounds: int) -> list[dict]:
         spent = interleave({i: (lambda b=b, call=call: call(b)) for i, b in enumerate(benches)}, rounds)
         for i, report in enumerate(reports):
             at, to_first = middle(spent[i]), ratio(spent[i], spent[0])
-            report[f"{stage}_seconds"] = {"wall": at.wall, "cpu": at.cpu, "ratio": to_first.wall, "cpu_ratio": to_first.cpu}
+            report[f"{stage}_seconds"] = at._asdict() | {"ratio": to_first.wall, "cpu_ratio": to_first.cpu}
     return reports
 
 
@@ -111,7 +111,7 @@ def tables(reports: list[dict], experiment: str) -> list:
 
 def body() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--meshes", nargs="+", action="extend", metavar="FILE", default=[], help="mesh files; the first is compared with")
+    parser.add_argument("--meshes", nargs="+", metavar="FILE", default=[], help="the first is compared with")
     parser.add_argument("--rounds", type=count, default=7, help="times that each step is timed [7]")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="allowed difference of results [1e-4]")
     parser.add_argument("--cache", action="store_true", help="use the persistent compilation cache")
@@ -119,7 +119,7 @@ def body() -> int:
     files = args.meshes or [str(command.ROOT / "meshes" / f"{name}.toml") for name in MESHES]
     meshes = [find_mesh(name, args.experiment)[0] for name in files]
     if len({mesh.platform for mesh in meshes}) > 1:
-        raise UserError(f"--meshes: platforms {', '.join(m.platform for m in meshes)} differ; one process has one of them")
+        raise UserError(f"--meshes: platforms {', '.join(m.platform for m in meshes)} differ; a process has but one")
     if not args.cache:
         command.measure_compiles()
     devices.configure(max(meshes, key=lambda mesh: mesh.devices))

@@ -38,12 +38,12 @@ def interleave(calls: dict, rounds: int, timed: Callable = timed) -> dict[str, l
 
 def middle(spent: list[Spent]) -> Spent:
     """The median of each clock."""
-    return Spent(*map(median, zip(*spent)))
+    return Spent(*map(median, zip(*spent, strict=True)))
 
 
 def ratio(a: list[Spent], b: list[Spent]) -> Spent:
     """The median over rounds of a / b."""
-    return Spent(*(median(x / y if y else float("nan") for x, y in zip(p, q)) for p, q in zip(zip(*a), zip(*b))))
+    return middle([Spent(x.wall / y.wall, x.cpu / y.cpu) for x, y in zip(a, b, strict=True)])
 
 
 class Compiles:

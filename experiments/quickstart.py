@@ -39,14 +39,15 @@ WARMUP = Run(
 
 RUN = Run(
     roles={
-        "actor": Role(LM, start=WARMUP, optimizer=AdamW(lr=5e-4, b2=0.98, warmup=4)),
+        "actor": Role(LM, start=WARMUP, optimizer=AdamW(lr=8e-4, b2=0.98, warmup=4, decay="linear", floor=0.1)),
         "reference": Role(LM),  # to measure how far the actor goes; objective.kl above 0 would hold it back
     },
     objective=grpo(),
     schedule=synchronous,
     prompts=64,
     n=8,
-    steps=40,
+    minibatches=4,
+    steps=60,
     evaluation=Evaluation(every=5),
     checkpoints=Checkpoints(every=20, best="eval/exact_match"),
     **COMMON,

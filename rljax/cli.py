@@ -1,6 +1,7 @@
 """The `rljax` command. JSON goes alone to stdout, everything else to stderr; exit 2 means a mistake of the user's."""
 
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -97,7 +98,7 @@ def generate(
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy")] = 1.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="the likeliest token always")] = False,
     max_new: Annotated[int | None, typer.Option("--max-new", min=1, help="tokens [default: the run's]", show_default=False)] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
     mesh: Mesh = None,
     step: Step = None,
     as_json: AsJson = False,
@@ -144,10 +145,10 @@ def main(args: list[str] | None = None) -> int:
 
     args = sys.argv[1:] if args is None else args
     debug = "--debug" in args
+    logging.getLogger("absl").setLevel(logging.WARNING if debug else logging.CRITICAL)  # orbax logs all that it raises
     args = [arg for arg in args if arg != "--debug"] or ["--help"]
     try:
-        app(args, prog_name="rljax", standalone_mode=False)
-        return 0
+        return app(args, prog_name="rljax", standalone_mode=False) or 0  # typer makes Ctrl-C an exit status, 130
     except typer.Exit as stop:
         return stop.exit_code
     except typer.Abort:

@@ -1,4 +1,4 @@
-"""A strict laboratory: simulated devices, no silent broadcasting, warnings are errors (pyproject), compiles are kept."""
+"""A strict laboratory: simulated devices, no silent broadcasting, warnings are errors, compiles are kept."""
 
 import os
 

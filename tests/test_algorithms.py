@@ -46,7 +46,6 @@ def test_dual_clip():
     assert seen["clip_fraction/dual"].tolist() == [[False] * 4, [False, False, True, False]]
 
 
-@pytest.mark.pitfall("T-64")
 def test_clipped_tokens_have_no_gradient():
     """And the others that of -ratio A."""
     grad = jax.grad(lambda logp: jnp.sum(Clip(0.2, 0.28, dual=1.5)(logp, OLD, ADVANTAGES)[0]))(LOGP)
@@ -84,7 +83,6 @@ def test_k3():
 
 
 @pytest.mark.pitfall("T-61")
-@pytest.mark.pitfall("T-62")
 def test_gradient_of_k3_is_that_of_the_reverse_kl():
     """In expectation over the policy's own tokens, exact on 5 tokens: KL(reference || policy), by finite difference."""
     logits, ref = np.array([0.3, -1.0, 0.8, 0.1, -0.4]), np.log([0.1, 0.3, 0.2, 0.25, 0.15])
@@ -100,7 +98,9 @@ def test_gradient_of_k3_is_that_of_the_reverse_kl():
     grad = np.asarray(jax.grad(sampled)(jnp.asarray(logits, jnp.float32)))
     close(grad, difference(kl), 1e-5)
     assert np.abs(grad - difference(forward)).max() > 0.05  # control: the other direction is another gradient
-    close(sampled(jnp.asarray(logits, jnp.float32)), forward(logits), 1e-6)  # while the value is KL(policy || reference)
+    close(
+        sampled(jnp.asarray(logits, jnp.float32)), forward(logits), 1e-6
+    )  # while the value is KL(policy || reference)
 
 
 def reduced(reduction, loss=None, mask=MASK):
@@ -134,7 +134,9 @@ def test_a_mean_of_token_means_is_another_number():
 
 
 @pytest.mark.pitfall("T-03")
-@pytest.mark.parametrize("reduction", [token_mean, sequence_mean_token_mean, sequence_mean_token_sum, ConstantLength(8)])
+@pytest.mark.parametrize(
+    "reduction", [token_mean, sequence_mean_token_mean, sequence_mean_token_sum, ConstantLength(8)]
+)
 def test_a_batch_twice_over_has_the_same_loss(reduction):
     loss = Clip()(LOGP, OLD, ADVANTAGES)[0]
     twice = reduced(reduction, np.concatenate([loss, loss]), np.concatenate([MASK, MASK]))
@@ -142,7 +144,9 @@ def test_a_batch_twice_over_has_the_same_loss(reduction):
 
 
 @pytest.mark.pitfall("T-26")
-@pytest.mark.parametrize("reduction", [token_mean, sequence_mean_token_mean, sequence_mean_token_sum, ConstantLength(8)])
+@pytest.mark.parametrize(
+    "reduction", [token_mean, sequence_mean_token_mean, sequence_mean_token_sum, ConstantLength(8)]
+)
 def test_weights_are_float32_zero_off_the_mask_and_finite_without_any(reduction):
     weights = reduction(MASK)
     assert weights.dtype == np.float32 and np.all((np.asarray(weights) > 0) == MASK)
@@ -184,7 +188,6 @@ def test_another_groups_rewards_change_nothing():
     assert np.array_equal(before[:4], after[:4]) and not np.allclose(before[4:], after[4:])
 
 
-@pytest.mark.pitfall("T-48")
 def test_groups_go_by_uid_wherever_their_rows_lie():
     rng = np.random.default_rng(0)
     groups, rewards = np.repeat([7, 3, 900, -2], 4), rng.normal(size=16)
@@ -248,7 +251,9 @@ def test_matrices_alone_decay():
     run = AdamW(lr=0.1, weight_decay=0.5).build(10, map_table(lambda t: t.matrix, table))
     deltas, _ = jax.jit(lambda g, p: run.update(g, run.init(p), p))(jax.tree.map(np.zeros_like, params), params)
     decays = {}
-    for t, p, d in zip(jax.tree.leaves(table, is_leaf=lambda t: hasattr(t, "dims")), *map(jax.tree.leaves, (params, deltas))):
+    for t, p, d in zip(
+        jax.tree.leaves(table, is_leaf=lambda t: hasattr(t, "dims")), *map(jax.tree.leaves, (params, deltas))
+    ):
         decays[t.name.split(".")[-2] + "." + t.name.split(".")[-1]] = bool(np.any(d != 0))
         close(d, -0.05 * p if np.any(d != 0) else np.zeros(p.shape), 1e-6)
     kept = [f"{n}.weight" for n in ("input_layernorm", "q_norm", "k_norm", "post_attention_layernorm", "norm")]

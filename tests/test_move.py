@@ -39,7 +39,6 @@ def test_there_and_back_is_bit_identical(train, generate, start):
     assert tiny.identical(jax.device_get(state), weights)  # the source is whole, and not an alias that moved
 
 
-@pytest.mark.pitfall("T-74")
 def test_the_copy_outlives_its_source():
     here, there = where(FSDP), where(DATA, 0, 8)
     state = move(tiny.weights("rich"), here)

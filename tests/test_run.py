@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from fcntl import LOCK_EX, flock
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -25,15 +25,18 @@ from rljax.config import to_json
 from rljax.data.rows import fit, real, take
 from rljax.generate.sampling import Sampling
 from rljax.mesh import BATCH
-from rljax.model.table import shardings, specs
+from rljax.model.table import specs
 from rljax.run import loop, stages
 from rljax.run.checkpoint import Saver
 from rljax.run.directory import recall
 from rljax.run.evaluate import evaluate
+from rljax.run.metrics import read
 from rljax.run.run import Checkpoints, Evaluation, Fresh
 from rljax.run.schedules import assess, problems_of
 from rljax.types import PAD_UID, TrainState
 
+# KL of two equal models: their programs, one of which recomputes its blocks, may round apart by 1e-7, whose k3 is 1e-14
+EXACT = 1e-12
 SPENT = "generate", "reshard", "assess", "train"
 
 
@@ -65,8 +68,9 @@ def step(folder, finished):
     run = experiment(folder)
     on = built(run, mesh(folder, "one"))
     state, _ = saved(finished, on, 2)
-    rollout = real(on.complete(on.publish(state.params)[0], problems_of(run, on, 3), run.seed, 3, 2, run.sampling, run.n))
-    assessed, *_ = assess(run, problems_of(run, on, 3), rollout)
+    prompts = problems_of(run, on, 3)
+    rollout = real(on.complete(on.publish(state.params)[0], prompts, run.seed, 3, 2, run.sampling, run.n))
+    assessed, *_ = assess(run, prompts, rollout)
     return run, on, state, assessed.replace(ref_logp=on.refer(on.freeze(state.params), rollout))
 
 
@@ -88,12 +92,12 @@ def test_a_run_directory_holds_what_the_contract_says(finished, folder):
     assert config["versions"].keys() >= {"rljax", "python", "jax", "jaxlib", "flax", "optax", "numpy"}
     assert config["git"] is None or config["git"].keys() == {"revision", "dirty"}
     assert (finished / "experiment.py").read_text() == trial.EXPERIMENT
-    assert to_json(run) == to_json(experiment(folder)) and file == mesh(folder, "one").__class__(**vars(file))
+    assert to_json(run) == to_json(experiment(folder))
     assert file.tables == mesh(folder, "one").tables
 
     lines = rows(finished)
-    assert [(r["phase"], r["step"]) for r in lines] == [("warmup", s) for s in (1, 2)] + [("train", s) for s in (1, 2, 3, 4)]
-    assert all(a["time"] < b["time"] < time.time() for a, b in zip(lines, lines[1:]))
+    assert [(r["phase"], r["step"]) for r in lines] == [("warmup", 1), ("warmup", 2), *(("train", s) for s in range(1, 5))]
+    assert all(a["time"] < b["time"] < time.time() for a, b in pairwise(lines))
     for row in lines:
         assert row.keys() >= {"loss", "grad_norm", "length", "entropy", "skipped", "seconds/train"}
         assert all(isinstance(value, float) for key, value in row.items() if key not in ("phase", "step"))
@@ -131,14 +135,14 @@ def test_step_0_identity(step, finished):
     """One model as policy, reference and sampler: every ratio is 1 and nothing diverges."""
     first = next(row for row in rows(finished) if row["phase"] == "train")
     assert first["ratio"] == 1 and first["clip_fraction/low"] == first["clip_fraction/high"] == 0
-    assert first["kl/reference"] == 0
+    assert 0 <= first["kl/reference"] < EXACT
     assert first["mismatch/max"] < 1e-3 and abs(first["kl/sampler"]) < 1e-3
     _, on, state, batch = step  # of later weights, whose reference is frozen anew
     _, metrics = on.update(fresh(state), batch)
     mask, advantages = batch.rollout.mask, np.float64(batch.advantages)
     assert abs(advantages).max() > 0.5 and len({*batch.rollout.length.tolist()}) > 2
     assert float(metrics["loss"]) == pytest.approx(-advantages[mask].mean(), abs=1e-6)
-    assert float(metrics["kl/reference"]) == 0 and float(metrics["mismatch/max"]) < 1e-3
+    assert 0 <= float(metrics["kl/reference"]) < EXACT and float(metrics["mismatch/max"]) < 1e-3
 
 
 # How it goes on
@@ -203,6 +207,16 @@ def test_a_finished_run_resumed_does_nothing_more(finished, folder):
     assert {p.name for p in (where / "checkpoints").iterdir()} == {"1", "2", "3", "4"}
 
 
+def test_a_run_starts_from_another_run(finished, folder):
+    where = folder / "further"
+    assert train(where, f"roles.actor.start={finished}", "steps=1") == 0
+    before, after = (json.loads((run / "summary.json").read_text()) for run in (where, finished))
+    assert before["before"] == after["after"]  # held-out problems and their draws are the same for every run
+    first = measured(where)[0]
+    assert (first["phase"], first["step"]) == ("train", 1) and not (where / "warmup").exists()
+    assert 0 <= first["kl/reference"] < EXACT  # the reference is the actor as it started here
+
+
 @pytest.mark.pitfall("T-92")
 def test_what_a_kill_while_saving_leaves_behind_is_passed_over(finished, folder):
     where = shutil.copytree(finished, folder / "torn")
@@ -232,13 +246,13 @@ def test_a_run_killed_at_any_moment_loads_and_goes_on(folder, monkeypatch):
         process = subprocess.Popen([*command, *long, *["--resume"] * (attempt > 0)], env=env, stderr=subprocess.DEVNULL)
         deadline = time.time() + 180
         while time.time() < deadline and process.poll() is None:
-            if (where / "metrics.jsonl").exists() and len(trial.read(where)) > began + 3:
+            if (where / "metrics.jsonl").exists() and len(read(where / 'metrics.jsonl')) > began + 3:
                 break
             time.sleep(0.02)
         time.sleep(rng.random())
         os.kill(process.pid, signal.SIGKILL if attempt < 5 else signal.SIGTERM)
         assert process.wait() == (-signal.SIGKILL if attempt < 5 else 128 + signal.SIGTERM)
-        seen = trial.read(where)  # parses, a torn tail aside
+        seen = read(where / "metrics.jsonl")  # parses, a torn tail aside
         assert trial.rljax("generate", where, "--ids", "1 2 3") == 0
     count = seen[-1]["step"]
     assert train("whole", f"steps={count}", "checkpoints.every=0") == 0
@@ -310,15 +324,12 @@ def test_a_run_directory_that_holds_something_is_refused(finished, folder, capsy
     assert [p.name for p in (folder / "papers").iterdir() if p.name != ".lock"] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("field, change", {
-    "objective.loss.high": "objective.loss.high=0.5", "seed": "seed=3", "task.digits": "task.digits=3",
-    "roles.actor.start.steps": "roles.actor.start.steps=3", "rewards": 'rewards=["experiment:fails"]',
-    "roles.actor.optimizer.lr": "roles.actor.optimizer.lr=1e-5",
+@pytest.mark.parametrize("field, value", {
+    "objective.loss.high": 0.5, "seed": 3, "task.digits": 3, "roles.actor.start.steps": 3,
+    "roles.actor.optimizer.lr": 1e-5, "rewards": '[{"$": "rljax.assess.rewards:ExactMatch"}]',
 }.items())  # fmt: skip
-def test_a_run_resumes_only_as_what_it_was(finished, capsys, field, change):
-    if field == "rewards":
-        change = 'rewards=[{"$": "rljax.assess.rewards:ExactMatch"}]'
-    assert train(finished, "--resume", change) == 2
+def test_a_run_resumes_only_as_what_it_was(finished, capsys, field, value):
+    assert train(finished, "--resume", f"{field}={value}") == 2
     assert f": {field} differs from what the run was started with" in capsys.readouterr().err
 
 
@@ -331,7 +342,6 @@ def test_resume_needs_a_run(capsys):
 
 
 IMPOSSIBLE = {
-    "kl without a reference": ("roles.actor.start=experiment:LONE objective.kl=0.1", "needs roles.reference"),
     "temperature 0": ("sampling.temperature=0", "sampling.temperature=0.0 must be above 0 for training"),
     "temperature below 0": ("sampling.temperature=-1", "sampling.temperature=-1.0 must be above 0"),
     "a group of one": ("n=1", "n=1: a group-relative advantage"),
@@ -341,22 +351,31 @@ IMPOSSIBLE = {
     "no checkpoint": ("checkpoints.keep=0", "keep=0"),
     "a seed below 0": ("seed=-1", "seed=-1"),
     "no step": ("steps=0", "steps=0 must be at least 1"),
+    "a reference of another size": ("roles.reference.lm.ffn=32", "roles.reference.lm has other tensors than"),
+    "a reference of its own": ("roles.reference.start=there", "roles.reference.start is not supported yet"),
+    "a warm-up of another model": (
+        "roles.actor.start.roles.actor.lm.tied=true", "roles.actor.start.roles.actor.lm has other tensors than",
+    ),
     "a small vocabulary": ("roles.actor.lm.vocab=8", "roles.actor.lm.vocab=8 is below tokenizer.vocab=16"),
 }
 
 
 @pytest.mark.pitfall("T-52")
-@pytest.mark.pitfall("T-68")
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_a_run_that_cannot_be_is_refused_before_anything_is_built(capsys, monkeypatch, what):
-    assignments, message = IMPOSSIBLE[what]
-    if what == "kl without a reference":
-        text = trial.EXPERIMENT + '\nRUN = Run(**{**vars(RUN), "roles": {"actor": RUN.roles["actor"]}})\n'
-        Path("lone.py").write_text(text)
-        assert trial.rljax("train", "lone.py", "--run-dir", "refused", "objective.kl=0.1") == 2
-    else:
-        assert train("refused", assignments) == 2
+    assignment, message = IMPOSSIBLE[what]
+    monkeypatch.setattr(loop, "build", lambda *_: pytest.fail("built"))
+    assert train("refused", assignment) == 2
     assert message in capsys.readouterr().err
+    assert not Path("refused").exists()
+
+
+@pytest.mark.pitfall("T-68")
+def test_kl_without_a_reference_is_refused(capsys):
+    lone = 'RUN = Run(**{**vars(RUN), "roles": {"actor": RUN.roles["actor"]}})'
+    Path("lone.py").write_text(f"{trial.EXPERIMENT}\n{lone}\n")
+    assert trial.rljax("train", "lone.py", "--run-dir", "refused", "objective.kl=0.1") == 2
+    assert "objective.kl=0.1 needs roles.reference" in capsys.readouterr().err
     assert not Path("refused").exists()
 
 
@@ -378,7 +397,7 @@ def test_twenty_steps_compile_once_and_train_each_completion_once_an_epoch(folde
     def update(state, batch):
         rollout = batch.rollout
         used = rollout.mask.any(1)
-        seen.append([(int(u), int(s)) for u, s in zip(rollout.uid[used], rollout.sample[used])])
+        seen.append([(int(u), int(s)) for u, s in zip(rollout.uid[used], rollout.sample[used], strict=True)])
         assert set(rollout.version[rollout.mask].tolist()) == {4 * len(steps)}
         return on.update(state, batch)
 
@@ -395,14 +414,19 @@ def test_twenty_steps_compile_once_and_train_each_completion_once_an_epoch(folde
         dropped.append(metrics["prompts/dropped"])
         assert metrics["prompts/dropped"] == 5 - len(short) and "kl/reference" not in metrics
         seen.clear()
-    assert steps == [4 * step for step in range(1, 21)] and {0, 1} < set(dropped)
-    assert on.compiles() == {"begin": 1, "adopt": 0, "reshard": 1, "generate": 1, "assess": 0, "train": 1}
+    assert steps == [4 * step for step in range(1, 21)] and {0, 1} <= set(dropped)
+    # float32 is published as it is, so resharding computes nothing
+    assert on.compiles() == {"begin": 1, "adopt": 0, "reshard": 0, "generate": 1, "assess": 0, "train": 1}
 
 
 @pytest.mark.pitfall("T-111")
 def test_a_run_compiles_each_function_once_a_shape(step):
-    _, on, *_ = step  # after a whole run, resumed or not: generate has one shape to train and one to evaluate
-    assert on.compiles() == {"begin": 1, "adopt": 1, "reshard": 1, "generate": 2, "assess": 1, "train": 1}
+    run, on, state, _ = step  # after a whole run, resumed or not
+    params, prompts = on.publish(state.params)[0], problems_of(run, on, 3)
+    for sampling in (Sampling(temperature=1), Sampling(0.5, top_k=3), Sampling(top_p=1, min_p=0.1)):  # 1 is 1.0
+        on.complete(params, prompts, 0, 0, 0, sampling, run.n)
+    # generate has one shape to train and one to evaluate
+    assert on.compiles() == {"begin": 1, "adopt": 1, "reshard": 0, "generate": 2, "assess": 1, "train": 1}
 
 
 def test_updates_that_are_not_finite_are_skipped_and_ten_in_a_row_end_the_run(folder, capsys):
@@ -503,9 +527,13 @@ def test_each_stage_is_given_its_inputs_where_the_mesh_file_says(step, folder, m
     class Seen(Exception):
         pass
 
+    def placed(x):
+        return jax.typeof(x).sharding.spec, dict(jax.typeof(x).sharding.mesh.shape)
+
     def record(name):
         def stage(*args, **kwargs):
-            given[name] = jax.tree.map(lambda x: (jax.typeof(x).sharding.spec, dict(jax.typeof(x).sharding.mesh.shape)), args)
+            arrays = [arg for arg in args if all(isinstance(x, jax.Array) for x in jax.tree.leaves(arg))]
+            given[name] = jax.tree.map(placed, arrays)
             raise Seen
 
         return stage
@@ -526,26 +554,28 @@ def test_each_stage_is_given_its_inputs_where_the_mesh_file_says(step, folder, m
     act = learn | dict(data=4, fsdp=1, tensor=1)
     place = lambda tree, axes: jax.tree.map(lambda spec: (spec, axes), tree, is_leaf=lambda x: isinstance(x, P))
     by_row = lambda tree, axes: jax.tree.map(lambda x: (P(BATCH, *(None,) * (x.ndim - 1)), axes), tree)
-    params, ids, length, uid, *_ = given["generate"][1:]
+    params, ids, length, uid, *_ = given["generate"]
     assert params == place(specs(on.lm.table, 0), act)
     prompts = problems_of(run, on, 3)
     assert (ids, length, uid) == by_row((prompts.ids, prompts.length, prompts.uid), act)
-    assert given["assess"][1] == place(specs(on.lm.table, 0), act)
-    assert given["assess"][2:4] == by_row((rollout.tokens, rollout.mask), act)
+    assert given["assess"][0] == place(specs(on.lm.table, 0), act)
+    assert given["assess"][1:] == by_row([rollout.tokens, rollout.mask], act)
     assert given["train"][0].params == place(specs(on.lm.table, 3), learn)
     assert given["train"][1] == by_row(batch, learn)
-    moments = [m for m in jax.tree.leaves(given["train"][0].optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(m, "mu")]
-    assert [m.mu for m in moments] == [m.nu for m in moments] == [given["train"][0].params]
+    adam = lambda x: hasattr(x, "mu")
+    (moments,) = filter(adam, jax.tree.leaves(given["train"][0].optimizer, is_leaf=adam))
+    assert moments.mu == moments.nu == given["train"][0].params
 
 
 @pytest.mark.pitfall("T-61")
 def test_a_reference_holds_the_actor_back_only_where_kl_is_above_0(step, folder):
     run, one, state, batch = step
-    nothing = batch.replace(advantages=np.zeros_like(batch.advantages), ref_logp=batch.ref_logp - 0.5 * batch.rollout.mask)
+    away = batch.ref_logp - 0.5 * batch.rollout.mask
+    nothing = batch.replace(advantages=np.zeros_like(batch.advantages), ref_logp=away)
     free, metrics = one.update(fresh(state), nothing)
     assert float(metrics["grad_norm"]) == 0 and float(metrics["kl/reference"]) > 0.05
     held = built(experiment(folder, "objective.kl=0.1"), mesh(folder, "one"))
     moved, metrics = held.update(fresh(state), nothing)
     assert float(metrics["grad_norm"]) > 1e-4
-    assert float(metrics["loss"]) == pytest.approx(0.1 * float(metrics["kl/reference"]))
+    assert float(metrics["loss"]) == pytest.approx(0.1 * float(metrics["kl/reference"]), rel=1e-5)
     assert not trial.identical(moved.params, free.params)

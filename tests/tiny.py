@@ -182,7 +182,7 @@ def step(name, layout=ONE, zero=3, microbatches=1, remat="block", objective=OBJE
 
 @cache
 def gradient(name, layout=ONE, zero=3, microbatches=1, rows=ROWS):
-    """(batch, weights) -> loss and gradient as host arrays, for any token weights: every reduction shares one compile."""
+    """(batch, weights) -> loss and gradient on the host, for any token weights: reductions share one compile."""
     lm, mesh = MODELS[name].build(), layout.mesh()
     with jax.set_mesh(mesh):
         params = jax.device_put(weights(name), shardings(lm.table, mesh, zero))
@@ -211,7 +211,9 @@ def distance(a, b) -> float:
 
 def identical(a, b) -> bool:
     """Bitwise."""
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+    return all(
+        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    )
 
 
 class Collective(NamedTuple):
@@ -220,23 +222,42 @@ class Collective(NamedTuple):
     kind: str
     shapes: list[tuple[int, ...]]  # of its results, on one device
     groups: frozenset[frozenset[int]]  # of devices that talk to each other
-    scope: str  # the names that JAX gave the operation
+    loops: int  # how many loops it lies within
 
 
 def collectives(text: str) -> list[Collective]:
     """Every collective of a compiled program."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all"
-    found = []
+    computations, name = {}, None
     for line in text.splitlines():
-        if call := re.search(rf"= (.*?) ({kinds})(-start)?\(", line):
-            shapes = [tuple(map(int, s.split(","))) if s else () for s in re.findall(r"\w+\[([\d,]*)\]", call[1])]
-            scope = re.search(r'op_name="([^"]*)"', line)
-            found.append(Collective(call[2], shapes, _groups(line), scope[1] if scope else ""))
+        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            name = head[1]
+        computations.setdefault(name, []).append(line)
+
+    depth = {}
+
+    def visit(name, loops):
+        if depth.get(name, -1) >= loops:
+            return
+        depth[name] = loops
+        for line in computations[name]:
+            for called in re.findall(r"(\w+)=\{?((?:%[\w.\-]+(?:, )?)+)", line):
+                for callee in re.findall(r"%([\w.\-]+)", called[1]):
+                    if callee in computations:
+                        visit(callee, loops + (called[0] in ("body", "condition")))
+
+    visit(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 0)
+    found = []
+    for name, lines in computations.items():
+        for line in lines:
+            if call := re.search(rf"= (.*?) ({kinds})(-start)?\(", line):
+                shapes = [tuple(map(int, s.split(","))) if s else () for s in re.findall(r"\w+\[([\d,]*)\]", call[1])]
+                found.append(Collective(call[2], shapes, _groups(line), depth[name]))
     return found
 
 
 def _groups(line: str) -> frozenset:
-    """Three ways of writing it: a list, an iota to reshape, axes of a mesh. None for a permutation, which has pairs."""
+    """Written as a list, an iota to reshape or axes of a mesh. None for a permutation, which has pairs."""
     numbers = lambda text: tuple(map(int, text.split(",")))
     if "replica_groups" not in line:
         return frozenset()
@@ -247,13 +268,17 @@ def _groups(line: str) -> frozenset:
         ids = np.arange(np.prod(numbers(dims))).reshape(numbers(dims))
         ids = ids.transpose(numbers(turn) if turn else range(ids.ndim))
         return frozenset(map(frozenset, ids.reshape(numbers(shape)).tolist()))
-    if mesh := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{(.*?)\}", line):
+    if mesh := re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{(.*?)\}", line
+    ):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         over = re.findall(r"'(\w+)'", mesh[4])
         ids = np.arange(np.prod(list(sizes.values())))
         if mesh[2]:
             ids = ids.reshape(numbers(mesh[2])).transpose(numbers(mesh[3]))
-        ids = np.moveaxis(ids.reshape(list(sizes.values())), [list(sizes).index(axis) for axis in over], range(len(over)))
+        ids = np.moveaxis(
+            ids.reshape(list(sizes.values())), [list(sizes).index(axis) for axis in over], range(len(over))
+        )
         groups = ids.reshape(np.prod([sizes[axis] for axis in over]), -1).T
         return frozenset(map(frozenset, groups.tolist()))
     raise ValueError(f"devices of a collective in a new notation: {line}")
@@ -268,7 +293,9 @@ def equations(jaxpr):
     """Every equation of a jaxpr, those inside loops, branches and calls included."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)

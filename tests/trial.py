@@ -75,8 +75,8 @@ COMMON = dict(
     mesh="one.toml",
 )
 WARMUP = Run(
-    roles={"actor": Role(LM, Fresh(), AdamW(lr=3e-3))}, objective=sft(), schedule=supervised, rewards=(digits,), steps=2,
-    evaluation=Evaluation(every=0, problems=16), **COMMON,
+    roles={"actor": Role(LM, Fresh(), AdamW(lr=3e-3))}, objective=sft(), schedule=supervised, rewards=(digits,),
+    steps=2, evaluation=Evaluation(every=0, problems=16), **COMMON,
 )
 RUN = Run(
     roles={"actor": Role(LM, WARMUP, AdamW(lr=3e-3)), "reference": Role(LM)}, objective=grpo(), schedule=synchronous,
@@ -125,11 +125,12 @@ BUILT: dict[str, stages.Stages] = {}
 
 
 def built(run: Run, file: MeshFile) -> stages.Stages:
-    """`stages.build`, once for all runs whose programs are the same: what the host alone reads is left out of the key."""
+    """`stages.build`, once for all runs whose programs are the same: what only the host reads is not in the key."""
     actor, reference, traced = run.roles["actor"], run.roles.get("reference"), run.objective
     key = repr((
         actor.lm, actor.optimizer, reference and reference.lm, traced.loss, traced.reduction, traced.kl, traced.entropy,
-        run.sampling, run.tokenizer, run.max_new, run.chunk, run.minibatches * run.epochs == 1, file.groups, file.tables,
+        run.sampling, run.tokenizer, run.max_new, run.chunk, run.minibatches * run.epochs == 1,
+        file.groups, file.tables,
     ))  # fmt: skip
     if key not in BUILT:
         BUILT[key] = stages.build(run, file)

@@ -44,8 +44,8 @@ def causal(
 ) -> Float[Array, "B T N H"]:
     """Attention on whole sequences, in the form that suits the devices of the mesh in q's type.
 
-    So the choice is made while tracing, by what is compiled for: ahead of time on a CPU, a TPU mesh gets the TPU kernel.
-    `lax.platform_dependent` would not do: differentiated, every form carries the residuals of all.
+    So the choice is made while tracing, by what is compiled for: ahead of time on a CPU, TPUs get the TPU kernel.
+    `lax.platform_dependent` would trace every form everywhere, and cuDNN's cannot be traced without its library.
     """
     device = jax.typeof(q).sharding.mesh.abstract_device  # None on an AbstractMesh
     _, t, _, h = q.shape

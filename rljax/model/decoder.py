@@ -58,7 +58,7 @@ class Decoder:
         bind = lambda f: partial(f, self)
         return LM(
             table(self), bind(embed), bind(block), bind(norm), bind(project), bind(empty_cache), bind(extend),
-            (self.heads, self.kv_heads), self.vocab,
+            (self.heads, self.kv_heads), self.vocab, self.compute,
         )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class LM(NamedTuple):
     extend: Callable  # params, ids [B S], cache, lengths [B], window -> h [B S D], cache
     heads: tuple[int, int]  # query and key/value heads: what the tensor axis must divide
     vocab: int
+    compute: str  # the dtype that matrices are multiplied in
 
 
 def is_tensor(x) -> bool:

@@ -1,15 +1,17 @@
 """Checkpoints by orbax: written behind the run's back, whole or not at all, restored onto any layout."""
 
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from rljax.errors import UserError
-from rljax.model.table import LM, abstract
+from rljax.model.table import LM, abstract, is_tensor
 from rljax.run.run import Checkpoints
 from rljax.types import TrainState
 
@@ -22,7 +24,7 @@ class Saver:
         best = settings.best
         if best:
             kept.append(policies.BestN(get_metric_fn=lambda metrics: metrics[best], n=1))
-        self.best = best
+        self.where, self.best = where, best
         self.manager = ocp.CheckpointManager(
             where.absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -46,7 +48,8 @@ class Saver:
         )
         score = metrics.get(self.best, math.nan)
         score = score if math.isfinite(score) else -math.inf  # not measured here: no order is defined with NaN
-        self.manager.save(step, args=items, metrics={self.best: score} if self.best else None)
+        with self.written():
+            self.manager.save(step, args=items, metrics={self.best: score} if self.best else None)
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict]:
         """The state at a step, placed like `like`, and its info."""
@@ -63,10 +66,23 @@ class Saver:
 
     def finish(self) -> None:
         """Waits for what is being written; an error of a background write surfaces here."""
-        self.manager.wait_until_finished()
+        with self.written():
+            self.manager.wait_until_finished()
 
     def close(self) -> None:
-        self.manager.close()
+        with self.written():
+            self.manager.close()
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """What keeps a checkpoint from being written, such as a full disk, is the user's to mend, here or behind."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            cause = re.search(r"[^:]*(?= \[os_error_code)", str(error))
+            reason = getattr(error, "strerror", None) or (cause[0].strip() if cause else str(error)[:200])
+            rule = "mend that, then --resume"
+            raise UserError(f"{self.where}: a checkpoint could not be written: {reason}; {rule}") from error
 
 
 def parameters(run_dir: Path, lm: LM, mesh: jax.sharding.Mesh, zero: int, step: int | None = None):
@@ -81,11 +97,24 @@ def parameters(run_dir: Path, lm: LM, mesh: jax.sharding.Mesh, zero: int, step: 
         if step is not None and step not in steps:
             raise UserError(f"--step {step}: {run_dir} keeps checkpoints of steps {', '.join(map(str, sorted(steps)))}")
         step = max(steps) if step is None else step
+        _same_tensors(run_dir, where / str(step) / "params", lm)
         items = ocp.args.Composite(params=ocp.args.StandardRestore(abstract(lm.table, mesh, zero)))
         return manager.restore(step, args=items)["params"], step
 
 
-def placed(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
-    """A traced state's shapes with shardings on real devices: what `restore` is to fill."""
-    where = lambda x: NamedSharding(mesh, x.sharding.spec)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(x)), state)
+def _same_tensors(run_dir: Path, where: Path, lm: LM) -> None:
+    """UserError naming the first tensor that a checkpoint holds in another shape than a model's, or not at all."""
+
+    def shapes(tree, is_leaf=None) -> dict[str, tuple]:
+        name = lambda path: ".".join(str(getattr(step, "name", getattr(step, "key", step))) for step in path)
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+        return {name(path): tuple(x.shape) for path, x in leaves if hasattr(x, "shape")}
+
+    with ocp.StandardCheckpointer() as reader:
+        kept = shapes(reader.metadata(where.absolute()).item_metadata.tree)
+    needed = shapes(lm.table, is_tensor)
+    for name in [*needed, *kept]:
+        if kept.get(name) != needed.get(name):
+            shape = lambda found: list(found[name]) if name in found else "nothing"
+            both = f"{name} is {shape(kept)} there, and {shape(needed)} here"
+            raise UserError(f"{run_dir} holds another model: {both}; use its roles.actor.lm")

@@ -110,6 +110,8 @@ class Run:
                 raise UserError(f"roles.{name} is not supported yet; roles are actor and reference")
             if name == "reference" and role.optimizer:
                 raise UserError("roles.reference.optimizer: a reference is frozen; leave it None")
+            if name == "reference" and role.start is not None:
+                raise UserError("roles.reference.start is not supported yet; leave it None: the actor as it started")
         if self.roles["actor"].optimizer is None:
             raise UserError("roles.actor.optimizer is None, but a run trains its actor: set an AdamW(...)")
         if self.roles["actor"].start is None:
@@ -127,8 +129,13 @@ class Run:
         rows = self.prompts * (self.n if self.objective.advantage is not None else 1)
         if self.minibatches > rows:
             raise UserError(f"minibatches={self.minibatches} exceeds the {rows} rows of a step")
-        if isinstance(self.roles["actor"].start, Run):
-            self.roles["actor"].start.check()
+        start, takers = self.roles["actor"].start, {f"roles.{name}.lm": role for name, role in self.roles.items()}
+        if isinstance(start, Run):
+            start.check()
+            takers["roles.actor.start.roles.actor.lm"] = start.roles["actor"]
+        for path, role in takers.items():
+            if role.lm.build().table != lm.build().table:
+                raise UserError(f"{path} has other tensors than roles.actor.lm, whose weights it shares; use the same sizes")
 
     @property
     def updates(self) -> int:

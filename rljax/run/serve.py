@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rljax.config import load_experiment
+from rljax.config import load_experiment, validate
 from rljax.data.rows import Prompts, real
 from rljax.errors import UserError
 from rljax.generate.sampling import Sampling
@@ -28,6 +28,8 @@ def load(target: str, mesh: Path | None, step: int | None, experiment: Path | No
     _, run, file = recall(where)
     if experiment:
         other = load_experiment(str(experiment))
+        validate(other)
+        other.check()
         run = replace(other, roles=run.roles)
     if max_new:
         run = replace(run, max_new=max_new)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import P
 from jax.sharding import NamedSharding
@@ -92,8 +91,10 @@ def build(run: Run, mesh: MeshFile) -> Stages:
 
     born = jax.jit(lambda seed: start(init(lm.table, jax.random.key(seed), train.placement.zero), optimizer))
     begun = jax.jit(partial(start, optimizer=optimizer))
-    # matrices travel in the dtype they are multiplied in
-    cast = jax.jit(lambda p: map_table(lambda t, w: w.astype(run.roles["actor"].lm.compute) if t.matrix else w, lm.table, p))
+
+    @jax.jit
+    def cast(params):  # matrices travel in the dtype that they are multiplied in
+        return map_table(lambda t, w: w.astype(lm.compute) if t.matrix else w, lm.table, params)
 
     @partial(jax.jit, static_argnames="n")
     def completed(params, ids, length, uid, seed, step, version, sampling, n):
@@ -125,8 +126,9 @@ def build(run: Run, mesh: MeshFile) -> Stages:
             return begun(copy(params, train.shardings(lm)))
 
     def publish(params):
-        with jax.set_mesh(train.mesh):
-            params = cast(params)
+        if lm.compute != "float32":
+            with jax.set_mesh(train.mesh):
+                params = cast(params)
         target = gen.shardings(lm)
         return move(params, target), bytes_to_move(params, target)
 

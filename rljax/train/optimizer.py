@@ -9,8 +9,8 @@ import optax
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019) after clipping by global norm; matrices decay, scales and biases do not.
 
-    The learning rate warms up linearly over `warmup` updates, then stays (`decay="constant"`) or falls to `floor` times
-    its peak by the last update (`"linear"`, `"cosine"`).
+    The learning rate warms up linearly over `warmup` updates, then stays (`decay="constant"`) or falls over the rest of
+    them towards `floor` times its peak, which one update more would have (`"linear"`, `"cosine"`).
     """
 
     lr: float = 1e-6

@@ -1,0 +1,160 @@
+"""Every benchmark runs from a checkout on a tiny experiment, prints JSON, and answers a mistake with one line."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+ONE, EIGHT, SPLIT = (str(ROOT / "meshes" / f"{name}.toml") for name in ("one", "eight", "eight_fsdp"))
+EXPERIMENT = """
+from rljax.assess.rewards import ExactMatch
+from rljax.data.problems import Addition
+from rljax.data.tokenizer import Characters
+from rljax.model.decoder import Decoder
+from rljax.run.run import Evaluation, Fresh, Role, Run
+from rljax.run.schedules import supervised, synchronous
+from rljax.train.objectives import grpo, sft
+from rljax.train.optimizer import AdamW
+
+LM = Decoder(vocab=16, width=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
+COMMON = dict(
+    task=Addition(digits=1), tokenizer=Characters("0123456789+=;#"), rewards=(ExactMatch(after="#"),),
+    prompts=8, n=2, steps=2, max_prompt=4, max_new=12, evaluation=Evaluation(every=1, problems=8), mesh={mesh!r},
+)
+actor = lambda start: {{"actor": Role(LM, start=start, optimizer=AdamW(lr=1e-3))}}
+WARMUP = Run(roles=actor(Fresh()), objective=sft(), schedule=supervised, **COMMON)
+RUN = Run(roles=actor(WARMUP), objective=grpo(), schedule=synchronous, **COMMON)
+"""
+HLO = """HloModule jit_step, num_partitions=8
+
+%body (p: (s32[], f32[16,4])) -> (s32[], f32[16,4]) {
+  %p = (s32[], f32[16,4]{1,0}) parameter(0)
+  %x = f32[16,4]{1,0} get-tuple-element(%p), index=1
+  %all-reduce.1 = f32[16,4]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  ROOT %t = (s32[], f32[16,4]{1,0}) tuple(%i, %all-reduce.1)
+}
+
+ENTRY %main (a: f32[16,4], b: bf16[8]) -> f32[16,4] {
+  %a = f32[16,4]{1,0} parameter(0)
+  %b = bf16[8]{0} parameter(1)
+  %w = (s32[], f32[16,4]{1,0}, /*index=2*/f32[]) while(%t0), body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %g = bf16[16]{0} all-gather(%b), replica_groups=[4,2]<=[8], dimensions={0}
+  %s = (f32[4,4]{1,0}, bf16[2]{0}) reduce-scatter(%a, %b), replica_groups=mesh['x'=2,'y'=4] {'y'}, to_apply=%add
+  ROOT %m = f32[16,4]{1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}
+}
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path) -> str:
+    path = tmp_path / "tiny.py"
+    path.write_text(EXPERIMENT.format(mesh=ONE))
+    return str(path)
+
+
+def run(name: str, *words: str) -> dict:
+    """The JSON that a benchmark prints."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_loop(experiment):
+    report = run("loop", experiment, "--steps", "2", "--cache")
+    assert list(report["stages"]) == ["generate", "reshard", "assess", "train"]
+    assert sum(stage["share"] for stage in report["stages"].values()) == pytest.approx(1)
+    assert report["stages"]["train"]["programs"] == report["compiles"]["train"] == 1
+    assert report["tokens_per_second"] > 0 and report["reshard_bytes"] == 0
+
+
+def test_sharding(experiment):
+    report = run("sharding", experiment, "--meshes", ONE, SPLIT, "steps=1", "--rounds", "1", "--cache")
+    one, split = report["layouts"]
+    assert report["differences"] == []
+    assert one["bytes"]["optimizer"] > 4 * split["bytes"]["optimizer"]
+    assert sum(kind["count"] for kind in one["collectives"].values()) == 0
+    assert split["collectives"]["all-gather"]["count"] > 0 and split["collectives"]["reduce-scatter"]["bytes"] > 0
+
+
+def test_cpu(experiment):
+    rows = run("cpu", experiment, "--only", "append", "--devices", "1", "--rounds", "1", "--cache")["rows"]
+    assert [(row["measure"], row["devices"], row["step"]) for row in rows] == [("append", 1, "generate")]
+    assert rows[0]["speedup"] == pytest.approx(rows[0]["before"] / rows[0]["after"])
+
+
+@pytest.mark.slow
+def test_every_measure(experiment):
+    rows = run("cpu", experiment, "--rounds", "1", "--cache")["rows"]
+    measured = {(row["measure"], row["devices"]) for row in rows}
+    assert len(measured) == 2 * 8 - 1  # on one device nothing is sharded that could be gathered
+
+
+@pytest.mark.slow
+def test_every_layout(experiment):
+    report = run("sharding", experiment, "--rounds", "1", "--cache")
+    assert len(report["layouts"]) == 5 and report["differences"] == []
+
+
+@pytest.mark.slow
+def test_supervised_loop_on_eight(experiment):
+    schedule = "schedule=rljax.run.schedules:supervised"
+    report = run("loop", experiment, schedule, "--mesh", EIGHT, "--steps", "2", "--cache")
+    assert list(report["stages"]) == ["train"] and report["reshard_bytes"] is None
+
+
+@pytest.mark.slow
+def test_controls(experiment, tmp_path):
+    words = (experiment, "--out", str(tmp_path / "out"), "--seeds", "1", "--steps", "2", "--until", "0")
+    outcome = run("controls", *words)
+    curves = outcome["seeds"]["1"]
+    assert list(curves) == ["grpo", "shuffled", "supervised"]
+    assert all([step for step, _ in curve["sampled"]] == [0, 1, 2] for curve in curves.values())
+    assert len({curve["sampled"][0][1] for curve in curves.values()}) == 1  # one warm-up
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"seed-1", "controls.json", "controls.md", "controls.png"}
+    assert run("controls", *words) == outcome  # what is done is kept
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("loop", "nowhere.py"), "nowhere.py: no such file"),
+        (("loop", "--steps", "0"), "0 must be at least 1"),
+        (("loop", "--mesh", "nowhere.toml"), "nowhere.toml: no such file"),
+        (("sharding", "--meshes", ONE, "prompt=2"), "no field 'prompt'"),
+        (("sharding", "a.py", "b.py"), "one experiment at a time"),
+        (("cpu", "--only", "matmull"), "did you mean 'matmul'"),
+        (("controls",), "--out"),
+        (("controls", "--out", "x", 'roles.actor.start={"$": "rljax.run.run:Fresh"}'), "start from a warm-up"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, monkeypatch, capsys):
+    name, *rest = words
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *rest])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said in err and err.count("\n") == 1 and err.startswith(f"{name}.py: ")
+
+
+def test_collectives_are_read_from_text(monkeypatch):
+    """Loops multiply, tuples add up, and each way of writing groups is understood."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from hlo import KINDS, traffic
+
+    found = traffic(HLO, 8)
+    assert found.unknown == 0 and list(found.kinds) == list(KINDS)
+    assert found.kinds["all-reduce"] == (3, 3 * 2 * 3 * 256 // 4)
+    assert found.kinds["all-gather"] == (1, 16)
+    assert found.kinds["reduce-scatter"] == (1, (256 + 16) * 3 // 4)
+    assert found.kinds["collective-permute"] == (1, 256)
+    assert found.kinds["all-to-all"] == (0, 0)
+    assert traffic(HLO.replace("known_trip_count", "x"), 8).unknown == 1
