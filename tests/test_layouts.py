@@ -244,7 +244,6 @@ def test_an_update_accepts_its_own_result_and_moves_nothing_implicitly():
     assert all(value.shape == () for value in metrics.values())
 
 
-@pytest.mark.xfail(strict=True, reason="step.update promises float32 scalars, metrics['skipped'] is int32")
 def test_metrics_are_float32():
     assert {str(value.dtype) for value in tiny.step("rich")(tiny.batch("rich")).metrics.values()} == {"float32"}
 

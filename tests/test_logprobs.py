@@ -16,6 +16,7 @@ from rljax.mesh import BATCH
 from rljax.model.decoder import Decoder
 from rljax.model.forward import LOGITS, hidden, logprobs
 from rljax.model.table import abstract, shardings
+from rljax.run.stages import compiled
 from rljax.train.losses import k3
 
 CHUNKED = 4 * ROWS * 48  # of 4 positions on one device; several rows a device allow more
@@ -201,18 +202,12 @@ def test_the_shift_is_right_across_chunks_and_context_shards():
     assert np.array_equal(np.any(np.asarray(grad) != 0, -1), states())
 
 
-EXCESS = pytest.mark.xfail(
-    jax.__version_info__ < (0, 11), strict=True, reason="XLA keeps bfloat16 values in float32 where it fuses"
-)
-
-
 @cache
-def bfloat16(**options):
+def bfloat16():
     """Scored as a reference does, twice, and once more while differentiated: (log-probabilities, k3, k3, gradient)."""
     lm = Decoder(**tiny.SIZES, compute="bfloat16").build()
     params, tok, mask = tiny.weights("plain"), batch().tokens, batch().mask
     score = lambda p: logprobs(lm, p, tok, mask)[0]
-    compiled = lambda f: jax.jit(f, compiler_options=options)
 
     def loss(p, ref):
         kl = k3(score(p), ref)
@@ -243,16 +238,8 @@ def test_bfloat16_decides_in_float32():
 
 
 @pytest.mark.pitfall("T-63")
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=EXCESS),
-        {"xla_allow_excess_precision": False},
-    ],
-    ids=["default", "no excess precision"],
-)
-def test_a_bfloat16_reference_is_exact_while_the_policy_is_differentiated(options):
-    *_, kl, grads = bfloat16(**options)
+def test_a_bfloat16_reference_is_exact_while_the_policy_is_differentiated():
+    *_, kl, grads = bfloat16()
     assert np.all(kl == 0) and all(np.all(g == 0) for g in jax.tree.leaves(grads))
 
 

@@ -27,6 +27,10 @@ from rljax.train.step import start, update
 from rljax.types import Assessed, Rollout, TrainState
 
 
+# Where XLA fuses, it would keep bfloat16 values in float32: the same policy, scored by two programs, would then differ.
+compiled = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a role runs in a stage: a mesh and how parameters lie on it."""
@@ -96,7 +100,7 @@ def build(run: Run, mesh: MeshFile) -> Stages:
     def cast(params):  # matrices travel in the dtype that they are multiplied in
         return map_table(lambda t, w: w.astype(lm.compute) if t.matrix else w, lm.table, params)
 
-    @partial(jax.jit, static_argnames="n")
+    @partial(compiled, static_argnames="n")
     def completed(params, ids, length, uid, seed, step, version, sampling, n):
         key = jax.random.fold_in(jax.random.key(seed), step)
         return generate(
@@ -104,11 +108,11 @@ def build(run: Run, mesh: MeshFile) -> Stages:
             n=n, max_new=run.max_new, stop=run.tokenizer.stop, chunk=run.chunk,
         )  # fmt: skip
 
-    @jax.jit
+    @compiled
     def referred(params, tokens, mask):
         return logprobs(ref_lm, params, tokens, mask, run.sampling.adjust, "none")[0]
 
-    updated = jax.jit(
+    updated = compiled(
         partial(
             update, lm=lm, objective=run.objective, optimizer=optimizer, adjust=run.sampling.adjust,
             on_policy=run.minibatches * run.epochs == 1, microbatches=train.placement.microbatches,
