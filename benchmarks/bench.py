@@ -1,6 +1,5 @@
 """The fixed work that layouts and CPU measures are timed on: one batch, and the run's own update and generate on it."""
 
-import inspect
 from contextlib import contextmanager
 
 import jax
@@ -46,7 +45,7 @@ class Bench:
 
     def compiled_update(self, batch: Assessed) -> jax.stages.Compiled:
         """The very program that `update` calls, compiled now if it was not."""
-        place, program = self.stages.train, inspect.getclosurevars(self.stages.update).nonlocals["updated"]
+        place, program = self.stages.train, self.stages.programs["train"]
         with jax.set_mesh(place.mesh):
             return program.lower(self.state, place.put(fit(batch, place.rows, place.columns))).compile()
 

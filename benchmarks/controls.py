@@ -4,7 +4,7 @@
                                   [--json] [FIELD=VALUE ...]
 
 For any experiment that starts from a warm-up. Shuffled advantages keep the sizes and lose the credit; the supervised
-control takes as many more steps of the warm-up, at reinforcement learning's optimizer settings. Each is a whole run, in
+control takes as many more updates on as many rows, at reinforcement learning's optimizer settings. Each is a whole run, in
 DIR/seed-S/{warmup,grpo,shuffled,supervised}; DIR/controls.{json,md,png} tell the outcome. Started again with the same
 DIR, it continues what was interrupted and keeps what is done. The quickstart's take one to two minutes a run.
 """
@@ -36,12 +36,11 @@ COLUMNS = ["seed, arm", "steps", *(f"{name} {when}" for _, name in SHOWN for whe
 
 
 def warm_up(run: Run, seed: int, until: float | None) -> Run:
-    """The run's warm-up as a run of its own."""
-    first = run.roles["actor"].start
-    if not isinstance(first, Run) or run.objective.advantage is None:
+    """The run's warm-up as a run of its own, drawn as it would be within the run."""
+    if not isinstance(run.roles["actor"].start, Run) or run.objective.advantage is None:
         raise UserError("the controls need rewards and a start from a warm-up: set roles.actor.start to a Run")
-    until = Reached("eval/exact_match", until) if until is not None else first.until
-    return replace(first, seed=seed, until=until)
+    first, *_ = loop.phases(replace(run, seed=seed), Path())[-2]
+    return first if until is None else replace(first, until=Reached("eval/exact_match", until))
 
 
 def arms(run: Run, warm: Run, where: Path, seed: int) -> Iterator[tuple[str, Run]]:
@@ -54,6 +53,7 @@ def arms(run: Run, warm: Run, where: Path, seed: int) -> Iterator[tuple[str, Run
     yield "shuffled", replace(run, objective=shuffled)
     yield "supervised", replace(
         warm, seed=seed + FRESH, roles=warm.roles | {"actor": actor}, steps=run.steps, until=None,
+        prompts=run.prompts * run.n, minibatches=run.minibatches, epochs=run.epochs,
         evaluation=run.evaluation, checkpoints=keep,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ COMMON = dict(
     tokenizer=Characters("0123456789+=;#"),
     rewards=(ExactMatch(after="#"),),
     max_prompt=8,
-    max_new=40,
+    max_new=32,
     mesh="meshes/eight.toml",
 )
 

@@ -170,6 +170,7 @@ def test_mesh_draws_or_describes(capsys):
 
 
 def test_looking_at_a_run_changes_nothing_in_it(target, capsys):
+    (target / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(exist_ok=True)  # a live run may be writing it
     state = lambda: {p: p.stat().st_mtime_ns for p in sorted(target.rglob("*"))}
     before = state()
     assert rljax("eval", target, "--json") == 0 and rljax("eval", target, "--step", 2) == 2
@@ -412,7 +413,7 @@ sys.exit(main(["train", "supervised.py", "--run-dir", "limited"]))
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith("rljax: limited/checkpoints: a checkpoint could not be written: File too large"), line
+    said = [line for line in done.stderr.splitlines() if line.startswith("rljax: ")]  # tensorstore's threads print too
+    assert done.returncode == 2 and len(said) == 1, done.stderr
+    assert said[0].startswith("rljax: limited/checkpoints: a checkpoint could not be written: File too large")
     assert rljax("train", "supervised.py", "--run-dir", "limited", "--resume") == 0

@@ -27,7 +27,7 @@ class Task(Protocol):
     """A source of problems."""
 
     def batch(self, count: int, seed: int, step: int, held_out: bool = False) -> list[Problem]:
-        """`count` problems for a step, 1 being the first: a function of the arguments, so a resumed run goes on in order."""
+        """`count` problems for a step, from 1 on: a function of the arguments, so that a resumed run goes on."""
 
 
 def in_split(prompt: str, held_out: bool) -> bool:

@@ -7,12 +7,13 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 
-def move(tree, shardings):
+def move(tree, shardings, share: bool = False):
     """Copies every array to its target sharding, on the same devices or others, and verifies where it arrived.
 
-    `shardings` is a pytree of `NamedSharding` like `tree`. Asynchronous, like every JAX computation.
+    `shardings` is a pytree of `NamedSharding` like `tree`. With `share`, an array that is in place already is not copied:
+    donating the source then takes it away. Asynchronous, like every JAX computation.
     """
-    moved = jax.device_put(tree, shardings)
+    moved = jax.device_put(tree, shardings, may_alias=share)
     for (path, x), target in zip(jax.tree.leaves_with_path(moved), jax.tree.leaves(shardings), strict=True):
         if not x.sharding.is_equivalent_to(target, x.ndim):
             raise RuntimeError(f"{jax.tree_util.keystr(path)} arrived as {x.sharding}, not {target}")

@@ -225,4 +225,4 @@ def _append(cache: Float[Array, "L B T K H"], new: Float[Array, "B S K H"], laye
     return jax.vmap(write, in_axes=(1, 0, 0), out_axes=1)(cache, new, lengths)
 
 
-UNROLL = 4  # so few layers run faster unrolled than scanned, and compile as fast
+UNROLL = 4  # so few layers decode faster unrolled than scanned, and compile as fast

@@ -9,7 +9,6 @@ from jax.ad_checkpoint import checkpoint_policies as policies
 from jaxtyping import Array, Bool, Float
 
 from rljax.mesh import BATCH, shards
-from rljax.model.decoder import UNROLL
 from rljax.model.table import LM
 from rljax.types import Tokens
 
@@ -26,8 +25,7 @@ def hidden(lm: LM, params, tokens: Tokens, remat: str = "block") -> Float[Array,
     """Hidden states after the last norm: the scanned blocks, each under `jax.checkpoint`."""
     x, frame = lm.embed(params, tokens)
     step = jax.checkpoint(lambda x, w: (lm.block(x, w, frame), None), policy=REMAT[remat])
-    layers = jax.tree.leaves(params.layers)[0].shape[0]
-    x, _ = lax.scan(step, x, params.layers, unroll=layers <= UNROLL)
+    x, _ = lax.scan(step, x, params.layers)  # unrolled, XLA would merge the backward pass's gathers with the forward's
     return lm.norm(params, x)
 
 

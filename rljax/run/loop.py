@@ -4,8 +4,10 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from zlib import crc32
 
 import jax
 
@@ -34,9 +36,16 @@ class Phase:
 
 
 def phases(run: Run, where: Path, name: str = "train") -> list[tuple[Run, str, Path]]:
-    """A run's warm-ups, the first to run first, and then itself."""
+    """A run's warm-ups, the first to run first, and then itself.
+
+    A warm-up's seed follows from its own and its run's: another seed of the run changes both, and no problem that the
+    warm-up solved comes up again because both drew it alike.
+    """
     start, before = run.roles["actor"].start, "warmup" if name == "train" else f"{name}/warmup"
-    return [*(phases(start, where / "warmup", before) if isinstance(start, Run) else []), (run, name, where)]
+    if not isinstance(start, Run):
+        return [(run, name, where)]
+    start = replace(start, seed=crc32(f"{run.seed} {start.seed}".encode()))
+    return [*phases(start, where / "warmup", before), (run, name, where)]
 
 
 def fits(run: Run, mesh: MeshFile) -> None:
@@ -113,7 +122,7 @@ def _train(phase: Phase, stages: Stages, state: TrainState, log, samples, displa
         "samples": {"before": summary["samples"]["before"], "after": shown},
     }
     write_json(summary_path, summary)
-    report.draw(where, read(where / "metrics.jsonl"))
+    report.draw(where, [{"phase": phase.name, "step": 0, **summary["before"]}, *read(where / "metrics.jsonl")])
     return summary
 
 
@@ -134,7 +143,7 @@ def steps(phase, stages, state, reference, first, seconds, log, samples, display
     run, saver = phase.run, phase.saver
     schedule = run.schedule(run, stages, state, reference, first, display.stage)
     for step, (state, metrics, shown) in enumerate(schedule, first):
-        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        metrics = {name: float(value) for name, value in metrics.items()}
         if run.evaluation.every and (step % run.evaluation.every == 0 or step == run.steps):
             display.stage("evaluate")
             at = perf_counter()

@@ -1,7 +1,6 @@
 """Schedules: in which order a run goes through its stages. Each is a generator over the same stages.
 
-A schedule yields after every step: (state, metrics, samples). Metrics of the update are device scalars until the step's
-devices are done, so logging and the next step's problems overlap with training.
+A schedule yields after every step: (state, metrics, samples). Each stage is waited for, so that its seconds are its own.
 """
 
 from collections.abc import Iterator
@@ -52,9 +51,7 @@ def synchronous(run: Run, stages: Stages, state: TrainState, reference, first: i
             if reference is not None:
                 assessed = assessed.replace(ref_logp=stages.refer(reference, assessed.rollout))
         with clock("train"):
-            for batch in minibatches(run, assessed, step):
-                state, trained = stages.update(state, batch)
-            jax.block_until_ready(state)
+            state, trained = train(run, stages, state, assessed, step)
         made = int(np.sum(rollout.length - rollout.prompt_length))
         metrics |= trained | {
             "prompts/dropped": prompts.dropped,
@@ -72,11 +69,32 @@ def supervised(run: Run, stages: Stages, state: TrainState, reference, first: in
         problems = run.task.batch(run.prompts, run.seed, step)
         rollout = examples(problems, run.tokenizer, run.max_prompt + run.max_new)
         with clock("train"):
-            for batch in minibatches(run, Assessed(rollout, np.zeros((len(problems), 0), np.float32)), step):
-                state, metrics = stages.update(state, batch)
-            jax.block_until_ready(state)
+            assessed = Assessed(rollout, np.zeros((len(problems), 0), np.float32))
+            state, metrics = train(run, stages, state, assessed, step)
         length = float(np.mean(rollout.length - rollout.prompt_length))
         yield state, metrics | {"length": length, "seconds/train": clock.seconds["train"]}, []
+
+
+def train(run: Run, stages: Stages, state: TrainState, assessed: Assessed, step: int) -> tuple[TrainState, dict]:
+    """All updates of a step, and their metrics: means over the step's tokens, or the largest of what is a maximum."""
+    seen = []
+    for batch in minibatches(run, assessed, step):
+        state, metrics = stages.update(state, batch)
+        seen.append(metrics)
+    seen = jax.device_get(seen)
+    tokens = np.array([metrics["tokens"] for metrics in seen])
+    combined = {}
+    for name in seen[0]:
+        values = np.array([metrics[name] for metrics in seen])
+        if name == "tokens":
+            combined[name] = float(values.sum())
+        elif name == "skipped":
+            combined[name] = float(values[-1])
+        elif name.endswith("/max"):
+            combined[name] = float(values.max())
+        else:
+            combined[name] = float(np.average(values, weights=np.maximum(tokens, 1)))
+    return state, combined
 
 
 def problems_of(run: Run, stages: Stages, step: int) -> Prompts:

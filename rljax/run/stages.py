@@ -20,6 +20,7 @@ from rljax.generate.sampling import Sampling
 from rljax.mesh import BATCH
 from rljax.mesh.file import MeshFile, Placement
 from rljax.mesh.move import bytes_to_move, move
+from rljax.model.attention import BLOCKS
 from rljax.model.forward import logprobs
 from rljax.model.table import LM, init, map_table, misfits, shardings
 from rljax.run.run import Run
@@ -45,7 +46,9 @@ class Place:
 
     @property
     def columns(self) -> int:
-        return self.placement.layout.seq
+        """What the number of tokens in a row must be a multiple of; on TPU the attention kernel has a say."""
+        tile = BLOCKS[-1] if self.mesh.devices.flat[0].platform == "tpu" else 1
+        return self.placement.layout.seq * tile
 
     def put(self, tree):
         """Rows onto the devices, split over the batch axes; scalars onto all."""
@@ -69,7 +72,11 @@ class Stages(NamedTuple):
     freeze: Callable  # parameters -> the reference's, a copy on its own mesh
     refer: Callable  # the reference's parameters, Rollout -> log-probabilities [B T]
     update: Callable  # TrainState, Assessed -> TrainState, metrics
-    compiles: Callable  # -> programs compiled so far, by stage
+    programs: dict[str, Callable]  # the jitted functions behind these, by stage
+
+    def compiles(self) -> dict[str, int]:
+        """Programs compiled so far, by stage: one for each shape that the stage has met."""
+        return {name: program._cache_size() for name, program in self.programs.items()}
 
 
 def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bool = True) -> Place:
@@ -127,14 +134,14 @@ def build(run: Run, mesh: MeshFile) -> Stages:
 
     def adopt(params) -> TrainState:
         with jax.set_mesh(train.mesh):
-            return begun(copy(params, train.shardings(lm)))
+            return begun(move(params, train.shardings(lm)))
 
     def publish(params):
-        if lm.compute != "float32":
+        target, own = gen.shardings(lm), lm.compute != "float32"
+        if own:
             with jax.set_mesh(train.mesh):
                 params = cast(params)
-        target = gen.shardings(lm)
-        return move(params, target), bytes_to_move(params, target)
+        return move(params, target, share=own), bytes_to_move(params, target)
 
     def complete(params, prompts: Prompts, seed: int, step: int, version: int, sampling: Sampling, n: int) -> Rollout:
         numbers = np.uint32(seed), np.uint32(step), np.int32(version)
@@ -145,7 +152,7 @@ def build(run: Run, mesh: MeshFile) -> Stages:
             return jax.device_get(completed(params, *args, n=n))
 
     def freeze(params):
-        return copy(params, ref.shardings(ref_lm))
+        return move(params, ref.shardings(ref_lm))
 
     def refer(params, rollout: Rollout) -> np.ndarray:
         b, t = rollout.mask.shape
@@ -158,10 +165,4 @@ def build(run: Run, mesh: MeshFile) -> Stages:
             return updated(state, train.put(fit(batch, train.rows, train.columns)))
 
     programs = {"begin": born, "adopt": begun, "reshard": cast, "generate": completed, "assess": referred, "train": updated}
-    compiles = lambda: {name: program._cache_size() for name, program in programs.items()}
-    return Stages(lm, train, gen, begin, adopt, publish, complete, freeze, refer, step, compiles)
-
-
-def copy(params, target):
-    """A move that never shares buffers, so that donating the source leaves it intact."""
-    return jax.device_put(params, target, may_alias=False)
+    return Stages(lm, train, gen, begin, adopt, publish, complete, freeze, refer, step, programs)

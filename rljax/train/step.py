@@ -53,7 +53,7 @@ def update(
     )
     tokens = jnp.maximum(jnp.sum(batch.rollout.mask), 1).astype(jnp.float32)
     means = {name: total / tokens for name, total in sums.items()}
-    return state, {"loss": loss, "grad_norm": norm, "skipped": skipped.astype(jnp.float32), **means, **largest}
+    return state, {"tokens": tokens, "loss": loss, "grad_norm": norm, "skipped": skipped.astype(jnp.float32), **means, **largest}
 
 
 def gradients(
