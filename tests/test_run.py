@@ -218,6 +218,21 @@ def test_a_run_starts_from_another_run(finished, folder):
     assert 0 <= first["kl/reference"] < EXACT  # the reference is the actor as it started here
 
 
+def test_a_resumed_run_keeps_the_start_that_it_had(finished, folder):
+    """The run it started from may go on: the reference stays what the actor was at first."""
+    source, where = folder / "source", folder / "from_source"
+    shutil.copytree(finished, source)
+    shutil.rmtree(source / "checkpoints" / "4")
+    assert train(where, f"roles.actor.start={source}", "steps=1") == 0
+    shutil.copytree(finished / "checkpoints" / "4", source / "checkpoints" / "4")
+    assert train(where, f"roles.actor.start={source}", "steps=2", "--resume") == 0
+    assert json.loads((where / "summary.json").read_text())["start"] == 3
+    whole = folder / "from_source_whole"
+    shutil.rmtree(source / "checkpoints" / "4")
+    assert train(whole, f"roles.actor.start={source}", "steps=2") == 0
+    assert measured(where)[-1] == measured(whole)[-1]
+
+
 def test_warm_ups_of_warm_ups_have_names_and_directories_of_their_own(folder):
     first = experiment(folder).roles["actor"].start
     second = replace(first, roles={"actor": replace(first.roles["actor"], start=first)})

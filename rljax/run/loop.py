@@ -72,26 +72,29 @@ def train(run: Run, mesh: MeshFile, where: Path, config: dict, display: Display)
         params = None
         for phase in chain:
             stages = build(phase.run, mesh)
-            start = first_state(phase, stages, params)
             if phase.run is run:
-                return _train(phase, stages, start, log, samples, display, stopped)
-            params = _warm_up(phase, stages, start, log, display, stopped)
+                return _train(phase, stages, params, log, samples, display, stopped)
+            params = _warm_up(phase, stages, params, log, display, stopped)
     raise AssertionError("a run is its own last phase")
 
 
-def first_state(phase: Phase, stages: Stages, params) -> TrainState:
-    """The state before the phase's first step: from scratch, from a run directory, or from the phase before."""
+def first_state(phase: Phase, stages: Stages, params, step: int | None = None) -> tuple[TrainState, int | None]:
+    """The state before the phase's first step: from scratch, a run directory, or the phase before.
+
+    With the step of the run directory's checkpoint: the one asked for, or else its latest.
+    """
     start = phase.run.roles["actor"].start
     if isinstance(start, Fresh):
-        return stages.begin(phase.run.seed)
+        return stages.begin(phase.run.seed), None
     if isinstance(start, str):
         place = stages.train
-        params, _ = parameters(run_directory(start), stages.lm, place.mesh, place.placement.zero)
-    return stages.adopt(params)
+        params, step = parameters(run_directory(start), stages.lm, place.mesh, place.placement.zero, step)
+    return stages.adopt(params), step
 
 
-def _warm_up(phase: Phase, stages: Stages, state: TrainState, log, display, stopped):
+def _warm_up(phase: Phase, stages: Stages, params, log, display, stopped):
     """The parameters that a finished warm-up ends with."""
+    state, _ = first_state(phase, stages, params)
     state, first, done, seconds = resumed(phase, stages, state)
     if not done:
         display.phase(phase.name, phase.run.steps)
@@ -99,29 +102,30 @@ def _warm_up(phase: Phase, stages: Stages, state: TrainState, log, display, stop
     return state.params
 
 
-def _train(phase: Phase, stages: Stages, state: TrainState, log, samples, display, stopped) -> dict:
+def _train(phase: Phase, stages: Stages, params, log, samples, display, stopped) -> dict:
     run, where = phase.run, phase.where
+    path = where / "summary.json"
+    begun = json.loads(path.read_text()) if phase.latest is not None and path.exists() else {}
+    state, start = first_state(phase, stages, params, begun.get("start"))
     reference = stages.freeze(state.params) if "reference" in run.roles else None
     display.phase(phase.name, run.steps)
-    summary_path = where / "summary.json"
-    if phase.latest is None or not summary_path.exists():
+    if not begun:
         display.stage("evaluate")
         before, shown = evaluate(run, stages, stages.publish(state.params)[0])
-        write_json(summary_path, {"before": before, "samples": {"before": shown}})
-    summary = json.loads(summary_path.read_text())
+        begun = {"before": before, "samples": {"before": shown}, "start": start}
+        write_json(path, begun)
     state, first, done, seconds = resumed(phase, stages, state)
     if not done:
         state = steps(phase, stages, state, reference, first, seconds, log, samples, display, stopped)
     display.stage("evaluate")
     after, shown = evaluate(run, stages, stages.publish(state.params)[0])
-    summary = {
-        "before": summary["before"],
+    summary = begun | {
         "after": after,
         "steps": int(phase.saver.latest() or 0),
         "seconds": seconds,
-        "samples": {"before": summary["samples"]["before"], "after": shown},
+        "samples": begun["samples"] | {"after": shown},
     }
-    write_json(summary_path, summary)
+    write_json(path, summary)
     report.draw(where, [{"phase": phase.name, "step": 0, **summary["before"]}, *read(where / "metrics.jsonl")])
     return summary
 
