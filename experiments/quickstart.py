@@ -14,7 +14,7 @@ from rljax.run.schedules import supervised, synchronous
 from rljax.train.objectives import grpo, sft
 from rljax.train.optimizer import AdamW
 
-LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192)
+LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm=True)
 
 COMMON = dict(
     task=Addition(digits=3),
@@ -26,7 +26,7 @@ COMMON = dict(
 )
 
 WARMUP = Run(
-    roles={"actor": Role(LM, start=Fresh(), optimizer=AdamW(lr=4e-3, b2=0.98, warmup=20))},
+    roles={"actor": Role(LM, start=Fresh(), optimizer=AdamW(lr=6e-3, b2=0.98, warmup=20))},
     objective=sft(),
     schedule=supervised,
     prompts=128,
