@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from rljax.mesh import BATCH, gather, reduced, spec_of
 from rljax.model import attention, nn
-from rljax.model.table import LM, Tensor
+from rljax.model.table import LM, UNROLL, Tensor
 from rljax.types import Tokens
 
 
@@ -223,6 +223,3 @@ def extend(
 def _append(cache: Float[Array, "L B T K H"], new: Float[Array, "B S K H"], layer, lengths: Int[Array, "B"]):
     write = lambda row, new, at: lax.dynamic_update_slice(row, new[None], (layer, at, 0, 0))
     return jax.vmap(write, in_axes=(1, 0, 0), out_axes=1)(cache, new, lengths)
-
-
-UNROLL = 4  # so few layers decode faster unrolled than scanned, and compile as fast

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_policies as policies
 from jaxtyping import Array, Bool, Float
 
 from rljax.mesh import BATCH, shards
-from rljax.model.table import LM
+from rljax.model.table import LM, UNROLL
 from rljax.types import Tokens
 
 # What the backward pass finds stored, per block. Weights gathered over fsdp are never kept: keeping them undoes ZeRO-3.
@@ -25,7 +25,8 @@ def hidden(lm: LM, params, tokens: Tokens, remat: str = "block") -> Float[Array,
     """Hidden states after the last norm: the scanned blocks, each under `jax.checkpoint`."""
     x, frame = lm.embed(params, tokens)
     step = jax.checkpoint(lambda x, w: (lm.block(x, w, frame), None), policy=REMAT[remat])
-    x, _ = lax.scan(step, x, params.layers)  # unrolled, XLA would merge the backward pass's gathers with the forward's
+    layers = jax.tree.leaves(params.layers)[0].shape[0]
+    x, _ = lax.scan(step, x, params.layers, unroll=layers <= UNROLL)
     return lm.norm(params, x)
 
 

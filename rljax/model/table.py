@@ -17,6 +17,10 @@ from jax.sharding import NamedSharding
 from rljax.mesh import Layout
 from rljax.mesh.verbs import axes_of, without
 
+# So few layers are unrolled rather than scanned: scanned, their activations are copied in and out of stacks, which took
+# an update on a CPU 1.6 times as long. Deep models are scanned, for compile time and for ZeRO-3's gathers in the backward.
+UNROLL = 4
+
 
 @dataclass(frozen=True)
 class Tensor:
