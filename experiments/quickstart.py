@@ -1,8 +1,8 @@
 """Think or answer at once: a 0.1M-parameter model learns by reward alone to work sums out before it answers.
 
 Supervised warm-up shows sums of three-digit numbers, half of them worked column by column and half answered at once,
-which so small a model cannot do in its head. GRPO then rewards the right answer and nothing else: accuracy rises, and so
-does the length of what is said.
+which so small a model cannot do in its head. GRPO then rewards the right answer and nothing else: accuracy rises, and
+so does the length of what is said.
 """
 
 from rljax.assess.rewards import ExactMatch

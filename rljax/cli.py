@@ -11,10 +11,17 @@ import typer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-Experiment = Annotated[Path, typer.Argument(metavar="EXPERIMENT", help="Python file that defines RUN", show_default=False)]
+Experiment = Annotated[
+    Path, typer.Argument(metavar="EXPERIMENT", help="Python file that defines RUN", show_default=False)
+]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="run directory", show_default=False)]
-Mesh = Annotated[Path | None, typer.Option("--mesh", metavar="FILE", help="mesh file [default: the experiment's]", show_default=False)]
-Step = Annotated[int | None, typer.Option("--step", metavar="N", help="checkpoint of step N [default: latest]", show_default=False)]
+Mesh = Annotated[
+    Path | None,
+    typer.Option("--mesh", metavar="FILE", help="mesh file [default: the experiment's]", show_default=False),
+]
+Step = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="checkpoint of step N [default: latest]", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -27,13 +34,16 @@ def options(debug: Annotated[bool, typer.Option("--debug", help="show tracebacks
 def train(
     experiment: Experiment,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="changed fields, as in steps=80", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[FIELD=VALUE]...", help="changed fields, as in steps=80", show_default=False),
     ] = None,
     mesh: Mesh = None,
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", metavar="DIR", help="[default: runs/NAME-TIME]", show_default=False)
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue the run in DIR from its latest checkpoint")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="continue the run in DIR from its latest checkpoint")
+    ] = False,
 ) -> None:
     """Train a run, and write what happened to its directory."""
     from rljax.config import load_experiment, override, validate
@@ -54,7 +64,12 @@ def train(
         config = directory.same_run(where, run) if resume else directory.describe(where, run, file, text, experiment)
         with Display(f"{experiment.stem} on {file.path}") as display:
             summary = loop.train(run, file, where, config, display)
-        files = {"metrics": "metrics.jsonl", "samples": "samples.jsonl", "curves": "curves.png", "checkpoints": "checkpoints/"}
+        files = {
+            "metrics": "metrics.jsonl",
+            "samples": "samples.jsonl",
+            "curves": "curves.png",
+            "checkpoints": "checkpoints/",
+        }
         shown = summary["samples"]
         display.console.print(before_after(summary["before"], summary["after"], shown["before"], shown["after"],
                                            {name: str(where / path) for name, path in files.items()}))  # fmt: skip
@@ -64,7 +79,13 @@ def train(
 def evaluate(
     target: Target,
     experiment: Annotated[
-        Path | None, typer.Option("--experiment", metavar="FILE", help="whose task and rewards to use [default: the run's own]", show_default=False)
+        Path | None,
+        typer.Option(
+            "--experiment",
+            metavar="FILE",
+            help="whose task and rewards to use [default: the run's own]",
+            show_default=False,
+        ),
     ] = None,
     mesh: Mesh = None,
     step: Step = None,
@@ -92,12 +113,19 @@ def evaluate(
 @app.command()
 def generate(
     target: Target,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="a prompt; may be repeated", show_default=False)] = None,
-    ids: Annotated[list[str] | None, typer.Option("--ids", metavar='"1 2 3"', help="a prompt as token ids; may be repeated", show_default=False)] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="a prompt; may be repeated", show_default=False)
+    ] = None,
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--ids", metavar='"1 2 3"', help="a prompt as token ids; may be repeated", show_default=False),
+    ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="completions per prompt")] = 1,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy")] = 1.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="the likeliest token always")] = False,
-    max_new: Annotated[int | None, typer.Option("--max-new", min=1, help="tokens [default: the run's]", show_default=False)] = None,
+    max_new: Annotated[
+        int | None, typer.Option("--max-new", min=1, help="tokens [default: the run's]", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
     mesh: Mesh = None,
     step: Step = None,
@@ -117,7 +145,8 @@ def generate(
 def mesh(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="mesh file", show_default=False)],
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="EXPERIMENT", help="also place this experiment's tensors", show_default=False)
+        Path | None,
+        typer.Option("--model", metavar="EXPERIMENT", help="also place this experiment's tensors", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

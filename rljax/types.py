@@ -1,7 +1,7 @@
 """What flows between the stages.
 
-The letters of every annotation: B sequences, U distinct prompts, T tokens, S queries, D model width, N heads, K key/value
-heads, G query heads per K, H head width, F feed-forward width, V vocabulary, L layers, R rewards.
+The letters of every annotation: B sequences, U distinct prompts, T tokens, S queries, D model width, N heads,
+K key/value heads, G query heads per K, H head width, F feed-forward width, V vocabulary, L layers, R rewards.
 
 Rows are right-padded, a prompt and then its completion. Entry t of a `[B T]` array belongs to `ids[t]`, so a
 log-probability at t is that of `ids[t]` given what precedes it, and entry 0 is 0.

@@ -22,7 +22,9 @@ def test_three_seeds_learn_to_think_and_the_controls_do_not(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     for seed, arms in json.loads(done.stdout)["seeds"].items():
-        ends = {arm: {name: (points[0][1], points[-1][1]) for name, points in curve.items()} for arm, curve in arms.items()}
+        ends = {
+            arm: {name: (points[0][1], points[-1][1]) for name, points in curve.items()} for arm, curve in arms.items()
+        }
         before, after = ends["grpo"]["sampled"]
         assert after - before >= 0.35, (seed, ends)
         before, after = ends["grpo"]["greedy"]
@@ -45,4 +47,12 @@ def test_the_readme_s_command_leaves_a_run_directory(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "" and "before" in done.stderr
     names = {path.name for path in where.iterdir()}
-    assert names >= {"config.json", "experiment.py", "metrics.jsonl", "samples.jsonl", "summary.json", "curves.png", "checkpoints"}
+    assert names >= {
+        "config.json",
+        "experiment.py",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "summary.json",
+        "curves.png",
+        "checkpoints",
+    }

@@ -275,7 +275,7 @@ def test_a_run_killed_at_any_moment_loads_and_goes_on(folder, monkeypatch):
         process = subprocess.Popen([*command, *long, *["--resume"] * (attempt > 0)], env=env, stderr=subprocess.DEVNULL)
         deadline = time.time() + 180
         while time.time() < deadline and process.poll() is None:
-            if (where / "metrics.jsonl").exists() and len(read(where / 'metrics.jsonl')) > began + 3:
+            if (where / "metrics.jsonl").exists() and len(read(where / "metrics.jsonl")) > began + 3:
                 break
             time.sleep(0.02)
         time.sleep(rng.random())
@@ -385,7 +385,8 @@ IMPOSSIBLE = {
     "a reference of another size": ("roles.reference.lm.ffn=32", "roles.reference.lm has other tensors than"),
     "a reference of its own": ("roles.reference.start=there", "roles.reference.start is not supported yet"),
     "a warm-up of another model": (
-        "roles.actor.start.roles.actor.lm.tied=true", "roles.actor.start.roles.actor.lm has other tensors than",
+        "roles.actor.start.roles.actor.lm.tied=true",
+        "roles.actor.start.roles.actor.lm has other tensors than",
     ),
     "a small vocabulary": ("roles.actor.lm.vocab=8", "roles.actor.lm.vocab=8 is below tokenizer.vocab=16"),
 }

@@ -1,4 +1,4 @@
-"""Rewards: verifiers on the host. A reward is a callable (problem, completion) -> float, or None where it does not apply."""
+"""Rewards: verifiers on the host. A reward is (problem, completion) -> float, or None where it does not apply."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

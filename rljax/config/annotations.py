@@ -147,8 +147,10 @@ def shown(value) -> str:
 def title(expected) -> str:
     """An annotation as its author would write it, names for unions and other types spelled out."""
     names = [
-        "None" if kind is types.NoneType
-        else kind.__name__ if isinstance(kind, type) and not get_args(kind)
+        "None"
+        if kind is types.NoneType
+        else kind.__name__
+        if isinstance(kind, type) and not get_args(kind)
         else str(kind).replace("typing.", "").replace("collections.abc.", "")
         for kind in alternatives(expected)
     ]

@@ -6,7 +6,19 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from rljax.config.annotations import (
-    DICTS, TUPLES, alternatives, build, conform, elements, guarded, hints, join, pick, settable, shown, title,
+    DICTS,
+    TUPLES,
+    alternatives,
+    build,
+    conform,
+    elements,
+    guarded,
+    hints,
+    join,
+    pick,
+    settable,
+    shown,
+    title,
 )
 from rljax.config.values import SCALARS, decode, resolve
 from rljax.errors import UserError, nearest

@@ -13,7 +13,18 @@ from dataclasses import is_dataclass
 from typing import Any, get_args, get_origin
 
 from rljax.config.annotations import (
-    DICTS, TUPLES, build, conform, elements, frozen, hints, join, one_line, pick, settable, shown,
+    DICTS,
+    TUPLES,
+    build,
+    conform,
+    elements,
+    frozen,
+    hints,
+    join,
+    one_line,
+    pick,
+    settable,
+    shown,
 )
 from rljax.errors import UserError, nearest
 

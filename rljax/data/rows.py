@@ -21,7 +21,9 @@ class Prompts(NamedTuple):
     dropped: int  # prompts left out for being longer than allowed
 
 
-def encode_prompts(problems: list[Problem], tokenizer: Tokenizer, longest: int, multiple: int, first_uid: int) -> Prompts:
+def encode_prompts(
+    problems: list[Problem], tokenizer: Tokenizer, longest: int, multiple: int, first_uid: int
+) -> Prompts:
     """Encodes prompts to rows of `longest` tokens, their number padded to a multiple of `multiple`.
 
     A longer prompt is dropped and counted; a UserError if that leaves none. Uids count from `first_uid`, dropped
@@ -100,4 +102,3 @@ def take(batch, index):
 def real(rollout: Rollout) -> Rollout:
     """The rows that answer a prompt, filler rows left out."""
     return take(rollout, rollout.uid >= 0)
-

@@ -65,9 +65,7 @@ def truncate(z: Float[Array, "*B V"], s: Sampling) -> Float[Array, "*B V"]:
     return jnp.where(z >= least, z, MASKED)
 
 
-def sample(
-    logits: Float[Array, "B V"], keys: Array, s: Sampling
-) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+def sample(logits: Float[Array, "B V"], keys: Array, s: Sampling) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """One token a row by its own key `[B]`, and its log-probability under the distribution drawn from, in float32.
 
     At temperature 0 the likeliest token, with its log-probability at temperature 1.

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, Sharding
 def move(tree, shardings, share: bool = False):
     """Copies every array to its target sharding, on the same devices or others, and verifies where it arrived.
 
-    `shardings` is a pytree of `NamedSharding` like `tree`. With `share`, an array that is in place already is not copied:
-    donating the source then takes it away. Asynchronous, like every JAX computation.
+    `shardings` is a pytree of `NamedSharding` like `tree`. With `share`, an array that is in place already is not
+    copied: donating the source then takes it away. Asynchronous, like every JAX computation.
     """
     moved = jax.device_put(tree, shardings, may_alias=share)
     for (path, x), target in zip(jax.tree.leaves_with_path(moved), jax.tree.leaves(shardings), strict=True):
@@ -25,7 +25,9 @@ def bytes_to_move(tree, shardings) -> int:
 
     Per device: the bytes of the shard it needs, less the part of it that it already holds.
     """
-    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings, is_leaf=lambda s: isinstance(s, Sharding)), strict=True)
+    leaves = zip(
+        jax.tree.leaves(tree), jax.tree.leaves(shardings, is_leaf=lambda s: isinstance(s, Sharding)), strict=True
+    )
     return sum(_elements(x.shape, x.sharding, target) * x.dtype.itemsize for x, target in leaves)
 
 

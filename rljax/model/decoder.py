@@ -135,7 +135,7 @@ def table(m: Decoder) -> Params:
 
 
 def weight(m: Decoder, w: Array) -> Array:
-    """A matrix as its matmul reads it: in the compute dtype, whole over fsdp. Named, so that no remat choice keeps it."""
+    """A matrix as its matmul reads it: in the compute dtype, whole over fsdp. Named, so that no remat keeps it."""
     return checkpoint_name(gather(reduced(w.astype(m.compute)), "fsdp"), "gathered")
 
 

@@ -53,7 +53,9 @@ def logprobs(
     most = max(1, logits // (b // rows * vocab))
     size = max(c for c in range(1, t // seq + 1) if t // seq % c == 0 and c <= most)
     n = t // seq // size
-    fold = lambda x, *spec: jnp.reshape(x, (b, seq, n, size, *x.shape[2:]), out_sharding=P(BATCH, "seq", None, None, *spec))
+    fold = lambda x, *spec: jnp.reshape(
+        x, (b, seq, n, size, *x.shape[2:]), out_sharding=P(BATCH, "seq", None, None, *spec)
+    )
     early = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1)))  # entry t now belongs to the state before the token
 
     def some(h, target, wanted):

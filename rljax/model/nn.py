@@ -32,7 +32,9 @@ def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float) -> F
     return (y * jnp.reshape(scale.astype(jnp.float32), (1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
-def rope(positions: Int[Array, "B T"], head: int, theta: float) -> tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]:
+def rope(
+    positions: Int[Array, "B T"], head: int, theta: float
+) -> tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]:
     """Cosines and sines of rotary position embedding (Su et al. 2021): one table for every layer and head.
 
     The barrier keeps XLA from recomputing them inside each fusion that reads them.

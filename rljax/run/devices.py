@@ -24,22 +24,29 @@ def configure(mesh: MeshFile) -> None:
     try:
         seen = jax.devices()
     except RuntimeError as error:
-        raise UserError(f"{mesh.path}: platform={mesh.platform!r} but JAX cannot start it: {_first_line(error)}") from None
+        raise UserError(
+            f"{mesh.path}: platform={mesh.platform!r} but JAX cannot start it: {_first_line(error)}"
+        ) from None
     if mesh.platform == "cpu" and len(seen) < mesh.devices:
         raise UserError(f"{mesh.path}: devices={mesh.devices}, but this process already simulates {len(seen)}")
     if mesh.platform != "cpu" and len(seen) != mesh.devices:
         raise UserError(
-            f"{mesh.path}: devices={mesh.devices}, but JAX sees {len(seen)} {seen[0].device_kind}; set devices={len(seen)} "
-            "and layouts of that product"
+            f"{mesh.path}: devices={mesh.devices}, but JAX sees {len(seen)} {seen[0].device_kind}; "
+            f"set devices={len(seen)} and layouts of that product"
         )
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what XLA:CPU frees. By default each step maps and faults in its buffers anew, 40% of small steps."""
+    """Has glibc keep what XLA:CPU frees. By default each step maps and faults in its buffers anew."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    for option, value in ((-4, 0), (-8, 1), (-1, 2**31 - 1), (-2, 2**28)):  # MMAP_MAX, ARENA_MAX, TRIM_THRESHOLD, TOP_PAD
+    for option, value in (
+        (-4, 0),
+        (-8, 1),
+        (-1, 2**31 - 1),
+        (-2, 2**28),
+    ):  # MMAP_MAX, ARENA_MAX, TRIM_THRESHOLD, TOP_PAD
         libc.mallopt(option, value)
 
 

@@ -113,7 +113,9 @@ def same_run(where: Path, run: Run) -> dict:
     changed = [name for name in _differences(config["run"], to_json(run)) if name.split(".")[0] not in MAY_CHANGE]
     if changed:
         may = ", ".join(sorted(MAY_CHANGE))
-        raise UserError(f"--resume {where}: {changed[0]} differs from what the run was started with; only {may} may change")
+        raise UserError(
+            f"--resume {where}: {changed[0]} differs from what the run was started with; only {may} may change"
+        )
     return config
 
 
@@ -139,13 +141,19 @@ def run_directory(target: str) -> Path:
         return path
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"{target} does not exist; {nearest(path.name, beside)}" if beside else f"{target} does not exist")
-    raise UserError(f"{target} is no run directory (no config.json of a run); checkpoints of other kinds are not supported yet")
+        raise UserError(
+            f"{target} does not exist; {nearest(path.name, beside)}" if beside else f"{target} does not exist"
+        )
+    raise UserError(
+        f"{target} is no run directory (no config.json of a run); checkpoints of other kinds are not supported yet"
+    )
 
 
 def _git() -> dict | None:
     """Revision of the working directory's repository, and whether files differ from it."""
-    call = lambda *args: subprocess.run(["git", *args], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    call = lambda *args: subprocess.run(
+        ["git", *args], capture_output=True, text=True, timeout=10, check=True
+    ).stdout.strip()
     try:
         return {"revision": call("rev-parse", "HEAD"), "dirty": bool(call("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):

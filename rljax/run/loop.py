@@ -1,4 +1,4 @@
-"""One run from its start to its summary: warm-ups, steps, evaluations, checkpoints, and leaving cleanly at any moment."""
+"""One run from start to summary: warm-ups, steps, evaluations, checkpoints, and leaving cleanly at any moment."""
 
 import json
 import signal
@@ -163,8 +163,8 @@ def steps(phase, stages, state, reference, first, seconds, log, samples, display
         display.update(step, metrics)
         if metrics["skipped"] >= SKIPS:
             raise RunFailed(
-                f"{phase.name} step {step}: the last {SKIPS} updates were not finite (loss {metrics['loss']}, gradient norm "
-                f"{metrics['grad_norm']}) and were skipped; lower the learning rate, or look at the rewards"
+                f"{phase.name} step {step}: the last {SKIPS} updates were not finite (loss {metrics['loss']}, gradient "
+                f"norm {metrics['grad_norm']}) and were skipped; lower the learning rate, or look at the rewards"
             )
         reached = run.until is not None and bool(run.until(metrics))
         done = reached or step == run.steps

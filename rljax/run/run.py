@@ -117,15 +117,21 @@ class Run:
         if self.roles["actor"].start is None:
             raise UserError("roles.actor.start is None: set Fresh(), a run directory or a Run")
         if self.objective.kl > 0 and "reference" not in self.roles:
-            raise UserError(f"objective.kl={self.objective.kl} needs roles.reference; declare it, or set objective.kl=0")
+            raise UserError(
+                f"objective.kl={self.objective.kl} needs roles.reference; declare it, or set objective.kl=0"
+            )
         if self.objective.advantage is not None:
             if self.n < 2:
-                raise UserError(f"n={self.n}: a group-relative advantage compares completions of a prompt; set n=2 or more")
+                raise UserError(
+                    f"n={self.n}: a group-relative advantage compares completions of a prompt; set n=2 or more"
+                )
             if not self.rewards:
                 raise UserError("rewards is empty, but objective.advantage needs a reward")
         lm = self.roles["actor"].lm
         if getattr(lm, "vocab", self.tokenizer.vocab) < self.tokenizer.vocab:
-            raise UserError(f"roles.actor.lm.vocab={lm.vocab} is below tokenizer.vocab={self.tokenizer.vocab}; raise it")
+            raise UserError(
+                f"roles.actor.lm.vocab={lm.vocab} is below tokenizer.vocab={self.tokenizer.vocab}; raise it"
+            )
         rows = self.prompts * (self.n if self.objective.advantage is not None else 1)
         if self.minibatches > rows:
             raise UserError(f"minibatches={self.minibatches} exceeds the {rows} rows of a step")
@@ -135,7 +141,9 @@ class Run:
             takers["roles.actor.start.roles.actor.lm"] = start.roles["actor"]
         for path, role in takers.items():
             if role.lm.build().table != lm.build().table:
-                raise UserError(f"{path} has other tensors than roles.actor.lm, whose weights it shares; use the same sizes")
+                raise UserError(
+                    f"{path} has other tensors than roles.actor.lm, whose weights it shares; use the same sizes"
+                )
 
     @property
     def updates(self) -> int:

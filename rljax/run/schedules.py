@@ -1,6 +1,6 @@
 """Schedules: in which order a run goes through its stages. Each is a generator over the same stages.
 
-A schedule yields after every step: (state, metrics, samples). Each stage is waited for, so that its seconds are its own.
+A schedule yields after every step: (state, metrics, samples). Each stage is waited for, so its seconds are its own.
 """
 
 from collections.abc import Iterator
@@ -120,7 +120,9 @@ def assess(run: Run, prompts: Prompts, rollout: Rollout) -> tuple[Assessed, dict
         "length": float(np.mean(length)),
         "truncated": float(np.mean(rollout.finish != STOP)),
     }
-    samples = [_sample(rollout, b, problems[b], completions[b], rewards[b]) for b in range(min(run.samples, len(rewards)))]
+    samples = [
+        _sample(rollout, b, problems[b], completions[b], rewards[b]) for b in range(min(run.samples, len(rewards)))
+    ]
     return Assessed(rollout, scores, np.where(rollout.mask, advantages[:, None], 0)), metrics, samples
 
 

@@ -47,12 +47,14 @@ def complete(
     """n completions of each prompt, prompts given as text first, then as ids: prompt, text, ids, log-probabilities."""
     prompts = [run.tokenizer.encode(text) for text in texts] + [_ids(line, stages.lm.vocab) for line in ids]
     if not prompts:
-        raise UserError("nothing to complete: give --prompt TEXT or --ids \"1 2 3\"")
+        raise UserError('nothing to complete: give --prompt TEXT or --ids "1 2 3"')
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token")
     rows = -(-len(prompts) // stages.generate.placement.layout.rows) * stages.generate.placement.layout.rows
     longest = max(map(len, prompts))
-    batch = Prompts(np.zeros((rows, longest), np.int32), np.ones(rows, np.int32), np.full(rows, PAD_UID, np.int32), [], 0)
+    batch = Prompts(
+        np.zeros((rows, longest), np.int32), np.ones(rows, np.int32), np.full(rows, PAD_UID, np.int32), [], 0
+    )
     for u, prompt in enumerate(prompts):
         batch.ids[u, : len(prompt)], batch.length[u], batch.uid[u] = prompt, len(prompt), u
     rollout = real(stages.complete(params, batch, seed, 0, 0, sampling, n))
@@ -72,7 +74,7 @@ def _ids(line: str, vocab: int) -> list[int]:
     try:
         ids = [int(word) for word in line.replace(",", " ").split()]
     except ValueError:
-        raise UserError(f"--ids {line!r} must be whole numbers, such as \"1 2 3\"") from None
+        raise UserError(f'--ids {line!r} must be whole numbers, such as "1 2 3"') from None
     wrong = [i for i in ids if not 0 <= i < vocab]
     if wrong:
         raise UserError(f"--ids {line!r}: {wrong[0]} is outside the vocabulary, 0 to {vocab - 1}")

@@ -27,7 +27,6 @@ from rljax.run.run import Run
 from rljax.train.step import start, update
 from rljax.types import Assessed, Rollout, TrainState
 
-
 # Where XLA fuses, it would keep bfloat16 values in float32: the same policy, scored by two programs, would then differ.
 compiled = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 
@@ -164,5 +163,12 @@ def build(run: Run, mesh: MeshFile) -> Stages:
         with jax.set_mesh(train.mesh):
             return updated(state, train.put(fit(batch, train.rows, train.columns)))
 
-    programs = {"begin": born, "adopt": begun, "reshard": cast, "generate": completed, "assess": referred, "train": updated}
+    programs = {
+        "begin": born,
+        "adopt": begun,
+        "reshard": cast,
+        "generate": completed,
+        "assess": referred,
+        "train": updated,
+    }
     return Stages(lm, train, gen, begin, adopt, publish, complete, freeze, refer, step, programs)

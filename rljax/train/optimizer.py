@@ -46,5 +46,7 @@ class AdamW:
         """`matrices`: a pytree of bools like the parameters, True where weight decay applies."""
         return optax.chain(
             optax.clip_by_global_norm(self.clip),
-            optax.adamw(self.schedule(updates), self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=matrices),
+            optax.adamw(
+                self.schedule(updates), self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=matrices
+            ),
         )

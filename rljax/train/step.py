@@ -1,4 +1,4 @@
-"""One optimizer step as a pure function: microbatches accumulated as unreduced sums, then one reduction and one update."""
+"""One optimizer step as a pure function: microbatches of unreduced sums, then one reduction and one update."""
 
 from collections.abc import Callable
 
@@ -49,11 +49,21 @@ def update(
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     skipped = jnp.where(finite, 0, state.skipped + 1)
     state = TrainState(
-        state.step + 1, skipped, keep(optax.apply_updates(state.params, deltas), state.params), keep(opt, state.optimizer)
+        state.step + 1,
+        skipped,
+        keep(optax.apply_updates(state.params, deltas), state.params),
+        keep(opt, state.optimizer),
     )
     tokens = jnp.maximum(jnp.sum(batch.rollout.mask), 1).astype(jnp.float32)
     means = {name: total / tokens for name, total in sums.items()}
-    return state, {"tokens": tokens, "loss": loss, "grad_norm": norm, "skipped": skipped.astype(jnp.float32), **means, **largest}
+    return state, {
+        "tokens": tokens,
+        "loss": loss,
+        "grad_norm": norm,
+        "skipped": skipped.astype(jnp.float32),
+        **means,
+        **largest,
+    }
 
 
 def gradients(
@@ -100,7 +110,8 @@ def gradients(
 
     held = map_table(lambda t, w: reduced(w) if t.matrix else w, lm.table, params)
     zeros = jax.tree.map(
-        lambda w: jnp.zeros(w.shape, w.dtype, out_sharding=P(*spec_of(w).partitions, unreduced=spec_of(w).reduced)), held
+        lambda w: jnp.zeros(w.shape, w.dtype, out_sharding=P(*spec_of(w).partitions, unreduced=spec_of(w).reduced)),
+        held,
     )
     parts = jax.tree.map(split, (batch, weights))
     value = jax.value_and_grad(loss, has_aux=True)
