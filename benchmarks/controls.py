@@ -5,8 +5,8 @@
 
 For any experiment that starts from a warm-up. Shuffled advantages keep the sizes and lose the credit; the supervised
 control takes as many more updates on as many rows, at reinforcement learning's optimizer settings. Each is a whole
-run, in DIR/seed-S/{warmup,grpo,shuffled,supervised}; DIR/controls.{json,md,png} tell the outcome. Started again with the same
-DIR, it continues what was interrupted and keeps what is done. The quickstart's take one to two minutes a run.
+run, in DIR/seed-S/{warmup,grpo,shuffled,supervised}; DIR/controls.{json,md,png} tell the outcome. Started again with
+the same DIR, it continues what was interrupted and keeps what is done. The quickstart's take one to two minutes a run.
 """
 
 import os

@@ -33,7 +33,7 @@ class GroupRelative:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A control: another estimator's advantages, dealt at random to the rows, so that nothing is learned from reward."""
+    """A control: another estimator's advantages, dealt at random to the rows: nothing is learned from reward."""
 
     of: GroupRelative = GroupRelative()
     seed: int = 0
