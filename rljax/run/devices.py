@@ -13,7 +13,7 @@ from rljax.mesh.file import MeshFile
 
 def configure(mesh: MeshFile) -> None:
     """Points JAX at the file's platform, simulates its CPU devices, and checks real ones against what JAX sees."""
-    jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(mesh.platform, mesh.platform))
+    jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "tpu": "tpu,cpu", "cpu": "cpu"}[mesh.platform])
     cache_compilations()
     if mesh.platform == "cpu":
         keep_freed_memory()
@@ -24,16 +24,17 @@ def configure(mesh: MeshFile) -> None:
     try:
         seen = jax.devices()
     except RuntimeError as error:
-        raise UserError(
-            f"{mesh.path}: platform={mesh.platform!r} but JAX cannot start it: {_first_line(error)}"
-        ) from None
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"{mesh.path}: platform={mesh.platform!r} but JAX cannot start it: {reason}") from None
+    found = f"JAX sees {len(seen)} {seen[0].device_kind} ({seen[0].platform})"
+    if seen[0].platform != mesh.platform:
+        extra = {"gpu": "; is rljax[cuda] installed?", "tpu": "; is rljax[tpu] installed?"}.get(mesh.platform, "")
+        raise UserError(f"{mesh.path}: platform={mesh.platform!r}, but {found}{extra}")
     if mesh.platform == "cpu" and len(seen) < mesh.devices:
         raise UserError(f"{mesh.path}: devices={mesh.devices}, but this process already simulates {len(seen)}")
     if mesh.platform != "cpu" and len(seen) != mesh.devices:
-        raise UserError(
-            f"{mesh.path}: devices={mesh.devices}, but JAX sees {len(seen)} {seen[0].device_kind}; "
-            f"set devices={len(seen)} and layouts of that product"
-        )
+        remedy = f"set devices={len(seen)} and layouts of that product"
+        raise UserError(f"{mesh.path}: devices={mesh.devices}, but {found}; {remedy}")
 
 
 def keep_freed_memory() -> None:
@@ -57,7 +58,3 @@ def cache_compilations() -> None:
     jax.config.update("jax_compilation_cache_dir", where or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
