@@ -140,7 +140,7 @@ def run_directory(target: str) -> Path:
     if (path / "config.json").is_file() and "run_id" in (path / "config.json").read_text():
         return path
     if not path.exists():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        beside = [found.parent.name for found in path.parent.glob("*/config.json")]
         raise UserError(
             f"{target} does not exist; {nearest(path.name, beside)}" if beside else f"{target} does not exist"
         )
