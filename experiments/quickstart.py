@@ -47,7 +47,7 @@ RUN = Run(
     prompts=64,
     n=8,
     minibatches=4,
-    steps=50,
+    steps=60,
     evaluation=Evaluation(every=5),
     checkpoints=Checkpoints(every=20, best="eval/exact_match"),
     **COMMON,
