@@ -229,7 +229,7 @@ def test_dict_keys_are_plain_strings(key):
     [
         ({"@": f"{HERE}:reluu"}, f"value: {HERE} has no 'reluu'; did you mean 'relu'? one of AdamW, "),
         ({"@": f"{HERE}:relu.x"}, f"value: {HERE} has no 'relu.x'"),
-        ({"@": "rljax.eror:x"}, "value: no module 'rljax.eror'; did you mean 'errors'? one of config, "),
+        ({"@": "rljax.eror:x"}, "value: no module 'rljax.eror'; did you mean 'errors'? one of "),
         (
             {"@": "rljx:x"},
             "value: no module 'rljx'; did you mean 'rljax'? one of experiment, rljax, or any installed module",

@@ -57,7 +57,7 @@ def test_the_facts_of_the_file(eight):
     ]  # fmt: skip
     train = eight["stages"]["train"]
     assert train["axes"] == {"data": 2, "fsdp": 2, "pipe": 1, "seq": 1, "tensor": 2, "expert": 1}
-    assert (train["zero"], train["microbatches"], train["remat"], train["group"]) == (3, 1, "block", "all")
+    assert (train["zero"], train["microbatches"], train["remat"], train["group"]) == (3, 1, "none", "all")
     assert train["devices"] == [0, 8] and train["batch"]["parts"] == 4
     assert train["parameters"] == {"axes": ["fsdp", "tensor"], "parts": 4}
     assert np.array(train["grid"]).shape == (2, 2, 1, 1, 2, 1)
