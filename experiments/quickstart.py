@@ -44,7 +44,7 @@ RUN = Run(
     },
     objective=grpo(),
     schedule=synchronous,
-    prompts=64,
+    prompts=48,
     n=8,
     minibatches=4,
     steps=60,
