@@ -25,6 +25,7 @@ slow: install
 benchmarks: install
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/sharding.py
+	$(BIN)/python benchmarks/cpu.py
 
 lint:
 	$(BIN)/python -m pip install --quiet ruff

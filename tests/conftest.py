@@ -21,6 +21,7 @@ if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 import tiny  # noqa: E402
+from trial import folder, here  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session", params=tiny.MODELS)

@@ -19,20 +19,10 @@ from rljax.run.display import Display
 from rljax.run.metrics import JsonLines
 from rljax.run.run import Checkpoints
 
+pytestmark = pytest.mark.usefixtures("here")
+
 ROOT = Path(stages.__file__).parents[2]
 KEYS = {"prompt", "prompt_ids", "ids", "text", "logprobs", "finish_reason"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return trial.write(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(autouse=True)
-def here(folder, monkeypatch) -> None:
-    """Every test works in one folder, on shared programs."""
-    monkeypatch.chdir(folder)
-    trial.share(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -35,21 +35,11 @@ from rljax.run.run import Checkpoints, Evaluation, Fresh
 from rljax.run.schedules import assess, problems_of
 from rljax.types import PAD_UID, TrainState
 
+pytestmark = pytest.mark.usefixtures("here")
+
 # KL of two equal models: their programs, one of which recomputes its blocks, may round apart by 1e-7, whose k3 is 1e-14
 EXACT = 1e-12
 SPENT = "generate", "reshard", "assess", "train"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return trial.write(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(autouse=True)
-def here(folder, monkeypatch) -> None:
-    """Every test works in one folder, on shared programs."""
-    monkeypatch.chdir(folder)
-    trial.share(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -137,8 +137,15 @@ def built(run: Run, file: MeshFile) -> stages.Stages:
     return BUILT[key]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp("small"))
+
+
 @pytest.fixture
-def shared(monkeypatch):
+def here(folder, monkeypatch) -> None:
+    """A test works in one folder with the others of its module, on shared programs."""
+    monkeypatch.chdir(folder)
     share(monkeypatch)
 
 
