@@ -30,7 +30,8 @@ from rljax.mesh.file import parse
 from rljax.model import attention, decoder, forward, nn
 from rljax.run import devices
 
-MESHES = {1: "[train]\n", 8: "[train]\ndata = 2\nfsdp = 2\ntensor = 2\n[generate]\ndata = 8\n"}
+KEPT = '[train]\nremat = "none"\n'  # as the quickstart trains
+MESHES = {1: KEPT, 8: KEPT + "data = 2\nfsdp = 2\ntensor = 2\n[generate]\ndata = 8\n"}
 SHARDED = "[train]\nfsdp = {n}\n[generate]\n{generate}\n"
 
 
