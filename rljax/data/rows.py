@@ -37,13 +37,19 @@ def encode_prompts(
             f"max_prompt={longest}: all {len(encoded)} prompts are longer or empty ({sizes[0]} to {sizes[-1]} tokens); "
             f"set max_prompt={sizes[-1]}"
         )
-    rows = -(-max(len(fits), len(problems)) // multiple) * multiple
+    rows = -(-len(problems) // multiple) * multiple
+    ids, length, uid = prompt_rows([encoded[u] for u in fits], [first_uid + u for u in fits], rows, longest)
+    return Prompts(ids, length, uid, [problems[u] for u in fits], len(problems) - len(fits))
+
+
+def prompt_rows(encoded: list[list[int]], uids, rows: int, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, lengths and uids of `rows` rows of `longest` tokens; those beyond the prompts only fill the batch."""
     ids = np.zeros((rows, longest), np.int32)
     length, uid = np.ones(rows, np.int32), np.full(rows, PAD_UID, np.int32)
-    for row, u in enumerate(fits):
-        length[row], uid[row] = len(encoded[u]), first_uid + u
-        ids[row, : length[row]] = encoded[u]
-    return Prompts(ids, length, uid, [problems[u] for u in fits], len(problems) - len(fits))
+    for row, (prompt, name) in enumerate(zip(encoded, uids)):
+        length[row], uid[row] = len(prompt), name
+        ids[row, : length[row]] = prompt
+    return ids, length, uid
 
 
 def examples(problems: list[Problem], tokenizer: Tokenizer, width: int) -> Rollout:

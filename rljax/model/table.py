@@ -37,6 +37,10 @@ class Tensor:
     def size(self) -> int:
         return prod(self.shape)
 
+    def placed(self, zero: int) -> P:
+        """The placement: split over fsdp at ZeRO-3, replicated over it at 0."""
+        return self.spec if zero == 3 else without(self.spec, "fsdp")
+
     @property
     def matrix(self) -> bool:
         """Multiplied with activations, rather than scaling or shifting them: what decays, is cast and is gathered."""
@@ -68,8 +72,8 @@ def map_table(f: Callable, table, *trees):
 
 
 def specs(table, zero: int = 3):
-    """The placement of every parameter: split over fsdp at ZeRO-3, replicated over it at 0."""
-    return map_table(lambda t: t.spec if zero == 3 else without(t.spec, "fsdp"), table)
+    """The placement of every parameter."""
+    return map_table(lambda t: t.placed(zero), table)
 
 
 def shardings(table, mesh: jax.sharding.Mesh, zero: int = 3):
@@ -87,7 +91,7 @@ def init(table, key, zero: int = 3, dtype=jnp.float32):
     """Initial parameters, a function of (key, tensor name, shape) alone, so equal on every layout."""
 
     def one(t: Tensor):
-        spec = t.spec if zero == 3 else without(t.spec, "fsdp")
+        spec = t.placed(zero)
         if t.std in (0, 1):
             return jnp.full(t.shape, t.std, dtype, out_sharding=spec)
         k = jax.random.fold_in(key, crc32(t.name.encode()))
@@ -108,7 +112,7 @@ def misfits(lm: LM, layout: Layout, zero: int) -> list[str]:
         if n % layout.tensor:
             lines.append(f"{n} {what} do not divide over tensor={layout.tensor}: {_fits(n)} would")
     for t in jax.tree.leaves(lm.table, is_leaf=is_tensor):
-        for dim, size, entry in zip(t.dims.split(), t.shape, t.spec if zero == 3 else without(t.spec, "fsdp")):
+        for dim, size, entry in zip(t.dims.split(), t.shape, t.placed(zero)):
             ways = prod(getattr(layout, axis) for axis in axes_of(entry))
             if size % ways:
                 over = " ".join(f"{axis}={getattr(layout, axis)}" for axis in axes_of(entry))

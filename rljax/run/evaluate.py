@@ -6,7 +6,7 @@ from rljax.assess.rewards import score
 from rljax.data.rows import encode_prompts, real
 from rljax.generate.sampling import Sampling
 from rljax.run.run import Run
-from rljax.run.schedules import _sample, read
+from rljax.run.schedules import read, sample_of
 from rljax.run.stages import Stages
 
 SEED = 0  # held-out problems and their draws are the same for every run, so that runs compare
@@ -28,5 +28,7 @@ def evaluate(run: Run, stages: Stages, params) -> tuple[dict[str, float], list[d
         metrics[f"eval/exact_match{name}"] = float(np.nanmean(scores)) if np.any(~np.isnan(scores)) else float("nan")
         if not name:
             metrics["eval/length"] = float(np.mean(rollout.length - rollout.prompt_length))
-            samples = [_sample(rollout, b, answered[b], completions[b], scores[b]) for b in range(min(3, len(scores)))]
+            samples = [
+                sample_of(rollout, b, answered[b], completions[b], scores[b]) for b in range(min(3, len(scores)))
+            ]
     return metrics, samples

@@ -121,7 +121,7 @@ def assess(run: Run, prompts: Prompts, rollout: Rollout) -> tuple[Assessed, dict
         "truncated": float(np.mean(rollout.finish != STOP)),
     }
     samples = [
-        _sample(rollout, b, problems[b], completions[b], rewards[b]) for b in range(min(run.samples, len(rewards)))
+        sample_of(rollout, b, problems[b], completions[b], rewards[b]) for b in range(min(run.samples, len(rewards)))
     ]
     return Assessed(rollout, scores, np.where(rollout.mask, advantages[:, None], 0)), metrics, samples
 
@@ -147,7 +147,7 @@ def minibatches(run: Run, assessed: Assessed, step: int) -> Iterator[Assessed]:
             yield fit(take(assessed, part), -(-rows // run.minibatches))
 
 
-def _sample(rollout: Rollout, b: int, problem: Problem, completion: Completion, reward: float) -> dict:
+def sample_of(rollout: Rollout, b: int, problem: Problem, completion: Completion, reward: float) -> dict:
     return {
         "uid": int(rollout.uid[b]),
         "prompt": problem.prompt,

@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from rljax.config import load_experiment, validate
-from rljax.data.rows import Prompts, real
+from rljax.data.rows import Prompts, prompt_rows, real
 from rljax.errors import UserError
 from rljax.generate.sampling import Sampling
 from rljax.mesh.file import load as load_mesh
@@ -16,7 +14,7 @@ from rljax.run.checkpoint import parameters
 from rljax.run.directory import recall, run_directory
 from rljax.run.run import Run
 from rljax.run.stages import Stages, build
-from rljax.types import PAD_UID, STOP
+from rljax.types import STOP
 
 
 def load(target: str, mesh: Path | None, step: int | None, experiment: Path | None, max_new: int | None = None):
@@ -50,13 +48,9 @@ def complete(
         raise UserError('nothing to complete: give --prompt TEXT or --ids "1 2 3"')
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token")
-    rows = -(-len(prompts) // stages.generate.placement.layout.rows) * stages.generate.placement.layout.rows
-    longest = max(map(len, prompts))
-    batch = Prompts(
-        np.zeros((rows, longest), np.int32), np.ones(rows, np.int32), np.full(rows, PAD_UID, np.int32), [], 0
-    )
-    for u, prompt in enumerate(prompts):
-        batch.ids[u, : len(prompt)], batch.length[u], batch.uid[u] = prompt, len(prompt), u
+    multiple = stages.generate.placement.layout.rows
+    rows = -(-len(prompts) // multiple) * multiple
+    batch = Prompts(*prompt_rows(prompts, range(len(prompts)), rows, max(map(len, prompts))), [], 0)
     rollout = real(stages.complete(params, batch, seed, 0, 0, sampling, n))
     for b, (begin, end) in enumerate(zip(rollout.prompt_length.tolist(), rollout.length.tolist())):
         row = rollout.tokens.ids[b]
