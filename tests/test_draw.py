@@ -242,6 +242,7 @@ def test_eight_way_tensor_parallelism_shows_every_column():
 def test_groups_and_their_devices():
     description = describe(load(ROOT / "meshes/eight_split.toml"))
     assert "learn = 0–3 · act = 4–7" in text(description)
+    assert "learn = 0–3 · act = 4–7" in text({**description, "file": 70 * "f" + ".toml"})  # on a line of its own
     assert np.array(description["stages"]["generate"]["grid"]).ravel().tolist() == [4, 5, 6, 7]
 
 

@@ -162,11 +162,13 @@ def _placed(stage: dict) -> dict:
     return {key: value for key, value in stage.items() if key != "roles"}
 
 
-def _title(d: dict) -> Text:
+def _title(d: dict) -> RenderableType:
+    """The file and its devices: on one line where they fit."""
     facts = [f"{d['devices']} {d['platform']} device" + "s" * (d["devices"] > 1)]
     facts += [d["topology"]] if d["topology"] else []
     facts += [f"{group} = {ends[0]}–{ends[1] - 1}" for group, ends in d["groups"].items() if group != "all"]
-    return Text.assemble((d["file"], "bold"), ("   " + " · ".join(facts), "dim"), overflow="fold")
+    file, rest = Text(d["file"], "bold", overflow="fold"), Text(" · ".join(facts), "dim", overflow="fold")
+    return Text.assemble(file, "   ", rest) if len(file) + len(rest) + 3 <= WIDTH else Group(file, rest)
 
 
 def _header(names: list[str], stage: dict) -> RenderableType:
