@@ -26,8 +26,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from timing import Compiles, Spent, interleave, middle, ratio, timed
 
 from rljax.errors import RunFailed, UserError, nearest
+from rljax.mesh import spec_of
 from rljax.mesh.file import parse
-from rljax.model import attention, decoder, forward, nn
+from rljax.model import attention, decoder, forward, nn, order
 from rljax.run import devices
 
 KEPT = '[train]\nremat = "none"\n'  # as the quickstart trains
@@ -137,32 +138,28 @@ def gathered(lab: Lab) -> Iterator[Row]:
 
 def append(lab: Lab) -> Iterator[Row]:
     """a token's key and value written into the cache in place, instead of selected into a copy of the layer's"""
-    in_place = decoder._append
 
     def select(cache, new, layer, lengths):
-        if new.shape[1] > 1:
-            return in_place(cache, new, layer, lengths)
         old = lax.dynamic_index_in_dim(cache, layer, keepdims=False)
-        here = jnp.arange(old.shape[1])[None] == lengths[:, None]
-        return lax.dynamic_update_index_in_dim(cache, jnp.where(here[:, :, None, None], new, old), layer, 0)
+        here = jnp.arange(old.shape[2])[None] == lengths[:, None]
+        new = jax.reshard(new[:, None], spec_of(old))
+        return lax.dynamic_update_index_in_dim(cache, jnp.where(here[:, None, :, None, None], new, old), layer, 0)
 
-    yield from lab.compare("append", lab.bench((decoder, "_append", select)), lab.product, ("generate",))
+    yield from lab.compare("append", lab.bench((order, "append", select)), lab.product, ("generate",))
 
 
 def decode_attention(lab: Lab) -> Iterator[Row]:
     """attention of one query a row by elementwise multiply and sum, instead of by einsum"""
-    einsum = attention.dense
 
     def elementwise(q, k, v, mask):
-        b, s, n, h = q.shape
-        if s > 1:
-            return einsum(q, k, v, mask)
+        (b, _, n, h), (k, v) = q.shape, (x.reshape(len(x), -1, *x.shape[3:]) for x in (k, v))
         q = q.reshape(b, 1, k.shape[2], -1, h)
         scores = jnp.sum((q * k[:, :, :, None]).astype(jnp.float32), -1) / sqrt(h)
-        weights = jax.nn.softmax(jnp.where(mask[:, 0, :, None, None], scores, attention.MASKED), 1).astype(v.dtype)
+        mask = mask.reshape(*mask.shape[:2], -1)[:, 0, :, None, None]
+        weights = jax.nn.softmax(jnp.where(mask, scores, attention.MASKED), 1).astype(v.dtype)
         return jnp.sum(weights[..., None] * v[:, :, :, None], 1, keepdims=True).reshape(b, 1, n, h)
 
-    after = lab.bench((attention, "dense", elementwise))
+    after = lab.bench((attention, "striped", elementwise))
     yield from lab.compare("decode_attention", lab.product, after, ("generate",), product=False)
 
 

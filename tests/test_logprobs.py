@@ -206,7 +206,7 @@ def test_the_shift_is_right_across_chunks_and_context_shards():
 def bfloat16():
     """Scored as a reference does, twice, and once more while differentiated: (log-probabilities, k3, k3, gradient)."""
     lm = Decoder(**tiny.SIZES, compute="bfloat16").build()
-    params, tok, mask = tiny.weights("plain"), batch().tokens, batch().mask
+    tok, mask = batch().tokens, batch().mask
     score = lambda p: logprobs(lm, p, tok, mask)[0]
 
     def loss(p, ref):
@@ -214,6 +214,7 @@ def bfloat16():
         return jnp.sum(kl), kl
 
     with jax.set_mesh(ONE.mesh()):
+        params = jax.device_put(tiny.weights("plain"), shardings(lm.table, ONE.mesh()))
         ref, again = compiled(score)(params), compiled(lambda p, ref: k3(score(p), ref))
         (_, kl), grads = compiled(jax.value_and_grad(loss, has_aux=True))(params, ref)
         return jax.device_get((ref, again(params, ref), kl, grads))
@@ -223,8 +224,9 @@ def bfloat16():
 def test_bfloat16_decides_in_float32():
     """Logits are accumulated in float32, and a reference with the policy's weights is at distance exactly 0."""
     lm = Decoder(**tiny.SIZES, compute="bfloat16").build()
-    params, tok, mask = tiny.weights("plain"), batch().tokens, batch().mask
+    tok, mask = batch().tokens, batch().mask
     with jax.set_mesh(ONE.mesh()):
+        params = abstract(lm.table, ONE.mesh())
         h = jax.eval_shape(lambda p: hidden(lm, p, tok), params)
         jaxpr = jax.make_jaxpr(lambda p: logprobs(lm, p, tok, mask))(params).jaxpr
     (logits,) = [

@@ -15,9 +15,10 @@ import optax
 from jax import P
 from jax.sharding import NamedSharding
 
-from rljax.mesh import BATCH, Layout
+from rljax.mesh import BATCH, Layout, Strategy
 from rljax.model.decoder import Decoder
 from rljax.model.table import map_table, shardings
+from rljax.plan.hlo import collectives  # noqa: F401
 from rljax.train.losses import Clip
 from rljax.train.objectives import Objective
 from rljax.train.optimizer import AdamW
@@ -33,7 +34,20 @@ MODELS = {
 ONE = Layout()
 FSDP, FSDP_TENSOR = Layout(fsdp=8), Layout(fsdp=4, tensor=2)
 ALL, CONTEXT = Layout(data=2, fsdp=2, tensor=2), Layout(fsdp=2, seq=2, tensor=2)
-LAYOUTS = [(FSDP, 3), (FSDP_TENSOR, 3), (ALL, 3), (ALL, 0), (CONTEXT, 3)]  # with ZeRO level
+LAYOUTS = {  # with the strategy
+    "fsdp": (FSDP, {}),
+    "fsdp tensor": (FSDP_TENSOR, {}),
+    "all": (ALL, {}),
+    "zero 0": (ALL, dict(zero=0)),
+    "zero 1": (ALL, dict(zero=1, microbatches=2)),
+    "zero 2": (ALL, dict(zero=2, microbatches=2)),
+    "tensor beyond key/value heads": (Layout(fsdp=2, tensor=4), {}),
+    "sequence parallel": (Layout(fsdp=2, tensor=4), dict(sequence_parallel=True)),
+    "gathered keys": (CONTEXT, {}),
+    "ulysses": (Layout(data=2, fsdp=2, seq=2), dict(context="ulysses")),
+    "ring": (Layout(fsdp=2, seq=4), dict(context="ring")),
+    "ring, sequence parallel": (CONTEXT, dict(context="ring", sequence_parallel=True, zero=2)),
+}
 # every term and both clips have a gradient (T-12)
 OBJECTIVE = Objective(loss=Clip(0.2, 0.28, dual=3.0), reduction=sequence_mean_token_mean, kl=0.1, entropy=0.01)
 ROWS, TIME = 32, 16
@@ -163,17 +177,17 @@ def same(logits, target):
 
 
 @cache
-def step(name, layout=ONE, zero=3, microbatches=1, remat="block", objective=OBJECTIVE, on_policy=False) -> Step:
+def step(name, layout=ONE, objective=OBJECTIVE, on_policy=False, **strategy) -> Step:
     """The update of model `name` on a layout, from the same weights whatever the layout."""
-    lm, mesh = MODELS[name].build(), layout.mesh()
+    lm, mesh, strategy = MODELS[name].build(), layout.mesh(), Strategy(**strategy)
     optimizer = optax.chain(remember, ADAMW.build(10, map_table(lambda t: t.matrix, lm.table)))
     with jax.set_mesh(mesh):
-        params = jax.device_put(weights(name), shardings(lm.table, mesh, zero))
-        state = start(params, optimizer)
+        params = jax.device_put(weights(name), shardings(lm.table, mesh, strategy.zero))
+        state = start(lm, params, optimizer, strategy.zero)
         run = jax.jit(
             lambda state, batch: update(
                 state, batch, lm=lm, objective=objective, optimizer=optimizer, adjust=same, on_policy=on_policy,
-                microbatches=microbatches, remat=remat,
+                strategy=strategy,
             )
         )  # fmt: skip
         compiled = run.lower(state, place(batch(name), mesh)).compile()
@@ -181,15 +195,15 @@ def step(name, layout=ONE, zero=3, microbatches=1, remat="block", objective=OBJE
 
 
 @cache
-def gradient(name, layout=ONE, zero=3, microbatches=1, rows=ROWS):
+def gradient(name, layout=ONE, rows=ROWS, **strategy):
     """(batch, weights) -> loss and gradient on the host, for any token weights: reductions share one compile."""
-    lm, mesh = MODELS[name].build(), layout.mesh()
+    lm, mesh, strategy = MODELS[name].build(), layout.mesh(), Strategy(**strategy)
     with jax.set_mesh(mesh):
-        params = jax.device_put(weights(name), shardings(lm.table, mesh, zero))
+        params = jax.device_put(weights(name), shardings(lm.table, mesh, strategy.zero))
         run = jax.jit(
             lambda p, batch, weights: gradients(
                 p, batch, weights, lm=lm, objective=OBJECTIVE, adjust=same, on_policy=False,
-                microbatches=microbatches, remat="block",
+                strategy=strategy,
             )
         )  # fmt: skip
         part = jax.tree.map(lambda x: x[:rows], batch(name))
@@ -214,74 +228,6 @@ def identical(a, b) -> bool:
     return all(
         np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
     )
-
-
-class Collective(NamedTuple):
-    """One line of a compiled program."""
-
-    kind: str
-    shapes: list[tuple[int, ...]]  # of its results, on one device
-    groups: frozenset[frozenset[int]]  # of devices that talk to each other
-    loops: int  # how many loops it lies within
-
-
-def collectives(text: str) -> list[Collective]:
-    """Every collective of a compiled program."""
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all"
-    computations, name = {}, None
-    for line in text.splitlines():
-        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name = head[1]
-        computations.setdefault(name, []).append(line)
-
-    depth = {}
-
-    def visit(name, loops):
-        if depth.get(name, -1) >= loops:
-            return
-        depth[name] = loops
-        for line in computations[name]:
-            for called in re.findall(r"(\w+)=\{?((?:%[\w.\-]+(?:, )?)+)", line):
-                for callee in re.findall(r"%([\w.\-]+)", called[1]):
-                    if callee in computations:
-                        visit(callee, loops + (called[0] in ("body", "condition")))
-
-    visit(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1], 0)
-    found = []
-    for name, lines in computations.items():
-        for line in lines:
-            if call := re.search(rf"= (.*?) ({kinds})(-start)?\(", line):
-                shapes = [tuple(map(int, s.split(","))) if s else () for s in re.findall(r"\w+\[([\d,]*)\]", call[1])]
-                found.append(Collective(call[2], shapes, _groups(line), depth[name]))
-    return found
-
-
-def _groups(line: str) -> frozenset:
-    """Written as a list, an iota to reshape or axes of a mesh. None for a permutation, which has pairs."""
-    numbers = lambda text: tuple(map(int, text.split(",")))
-    if "replica_groups" not in line:
-        return frozenset()
-    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
-        return frozenset(frozenset(numbers(g)) for g in re.findall(r"\{([\d,]+)\}", listed[1]))
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, dims, turn = iota.groups()
-        ids = np.arange(np.prod(numbers(dims))).reshape(numbers(dims))
-        ids = ids.transpose(numbers(turn) if turn else range(ids.ndim))
-        return frozenset(map(frozenset, ids.reshape(numbers(shape)).tolist()))
-    if mesh := re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{(.*?)\}", line
-    ):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        over = re.findall(r"'(\w+)'", mesh[4])
-        ids = np.arange(np.prod(list(sizes.values())))
-        if mesh[2]:
-            ids = ids.reshape(numbers(mesh[2])).transpose(numbers(mesh[3]))
-        ids = np.moveaxis(
-            ids.reshape(list(sizes.values())), [list(sizes).index(axis) for axis in over], range(len(over))
-        )
-        groups = ids.reshape(np.prod([sizes[axis] for axis in over]), -1).T
-        return frozenset(map(frozenset, groups.tolist()))
-    raise ValueError(f"devices of a collective in a new notation: {line}")
 
 
 def shapes(text: str, kind: str = "f32") -> set[tuple[int, ...]]:

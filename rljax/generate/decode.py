@@ -13,7 +13,9 @@ from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.generate.sampling import Sampling, sample
-from rljax.mesh import BATCH, spec_of
+from rljax.mesh import BATCH, Strategy, spec_of
+from rljax.mesh.placement import DEFAULT
+from rljax.model.order import columns
 from rljax.model.table import LM
 from rljax.types import LENGTH, STOP, Rollout, Tokens
 
@@ -39,6 +41,7 @@ def generate(
     key: Array,
     version: Int[Array, ""],
     sampling: Sampling,
+    strategy: Strategy = DEFAULT,
     *,
     n: int,
     max_new: int,
@@ -68,10 +71,16 @@ def generate(
     def draw(h: Float[Array, "R D"], t):
         return sample(project(h), jax.vmap(jax.random.fold_in, (0, None))(keys, t), sampling)
 
-    h, cache = lm.extend(params, prompts, lm.cache(u, p), born((u,), 0, jnp.int32), None)
-    last = jax.vmap(lambda h, at: lax.dynamic_index_in_dim(h, at, keepdims=False))(h, prompt_length - 1)
-    cache = jax.tree.map(lambda c: jnp.pad(repeat(c, 1), [(0, width if d == 2 else 0) for d in range(c.ndim)]), cache)
-    prompts, prompt_length, uid, last = (repeat(x, 0) for x in (prompts, prompt_length, uid, last))
+    wide = jnp.pad(prompts, ((0, 0), (0, -p % columns(strategy))))
+    last, cache = lm.prefill(params, wide, prompt_length, strategy)
+
+    def grown(c):
+        """A cache of completions, with room for their tokens: rows [L U C T ...] to [L U * n, C, slots, ...]."""
+        slots = -(-(p + width) // c.shape[2])
+        return jnp.pad(repeat(c, 1), [(0, max(0, slots - c.shape[3]) if d == 3 else 0) for d in range(c.ndim)])
+
+    cache = jax.tree.map(grown, cache)
+    prompts, prompt_length, uid, last = (repeat(x, 0) for x in (prompts, prompt_length, uid, last[:, 0]))
     index = jax.reshard(jnp.arange(u * n, dtype=jnp.int32) % n, P(BATCH))
     keys = jax.vmap(lambda a, b: jax.random.fold_in(jax.random.fold_in(key, a), b))(uid.astype(jnp.uint32), index)
 

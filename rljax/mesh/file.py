@@ -5,12 +5,13 @@ Reading one touches no device and makes no array. Whatever is wrong with it is o
 
 import json
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
 
 from rljax.errors import UserError, nearest
 from rljax.mesh.axes import AXES, Layout
+from rljax.mesh.placement import Placement, Strategy
 
 STAGES = ("train", "generate", "assess")  # an absent one takes the axes of the one before it
 ROLES = ("actor", "critic", "reference", "reward")
@@ -28,26 +29,12 @@ CHOICES = {
 SUPPORTED = {
     "pipe": (1,),
     "expert": (1,),
-    "zero": (0, 3),
     "remat": ("none", "block", "names"),
-    "context": ("gather",),
-    "sequence_parallel": (False,),
     "schedule": ("gpipe",),
 }
+STRATEGY = tuple(field.name for field in fields(Strategy))
 TABLE_KEYS = (*COUNTS, *CHOICES, "group")
 FILE_KEYS = ("platform", "devices", "topology", "groups", *STAGES)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How one invocation, a role in a stage, lies on its devices."""
-
-    layout: Layout  # sizes of the mesh axes; their product is the size of the group
-    zero: int  # what fsdp shards: 0 nothing, 3 parameters, gradients and optimizer state
-    microbatches: int = 1  # pieces that an update's batch is cut into
-    remat: str = "block"  # what the backward pass recomputes: nothing, blocks, or all but named values
-    context: str = "gather"  # how attention crosses the seq axis
-    group: str = "all"  # the devices, by the name of their range in the mesh file
 
 
 @dataclass(frozen=True)
@@ -194,7 +181,7 @@ def _table(name: str, table: dict, groups: dict[str, tuple[int, int]]) -> dict[s
     layout = Layout(**{axis: table[axis] for axis in AXES if axis in table})
     group = table.get("group", "all")
     _fills(f"[{name}]", layout, table, group, groups)
-    stated = {key: table[key] for key in ("zero", "microbatches", "remat", "context") if key in table}
+    stated = {key: table[key] for key in STRATEGY if key in table}
     return {"layout": layout, "group": group, **stated}
 
 

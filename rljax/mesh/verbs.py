@@ -61,3 +61,18 @@ def gather(x, axis: str):
     if shards(x, d) == 1:  # nothing moves, and JAX 0.10 cannot lower this island's transpose on a mesh of one device
         return jax.reshard(x, out)
     return jax.shard_map(lambda x: lax.all_gather(x, axis, axis=d, tiled=True, to="reduced"), out_specs=out)(x)
+
+
+def scatter(x, axis: str, dim: int):
+    """Reduce-scatter of unreduced sums over one mesh axis, which then splits dimension `dim` as its innermost axis.
+
+    A reshard to the same placement would be an all-reduce of the whole array followed by a slice.
+    """
+    spec = spec_of(x)
+    entries = list(spec.partitions)
+    entries[dim] = (*axes_of(entries[dim]), axis) if entries[dim] else axis
+    out = P(*entries, unreduced=spec.unreduced - {axis}, reduced=spec.reduced)
+    if jax.typeof(x).sharding.mesh.shape[axis] == 1:
+        return jax.reshard(x, out)
+    body = lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return jax.shard_map(body, out_specs=out)(x)

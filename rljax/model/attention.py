@@ -2,7 +2,7 @@
 
 On whole sequences a query sees the keys of its own segment up to its own index. Padding is a segment (0) like the
 others: no other reads it, and every query sees at least itself, so that every row of every form is finite.
-The forms take q, k and v alike split over seq, each gathering the keys in its own way.
+The forms take q, k and v alike split over seq, each gathering the keys in its own way; where T is whole, none does.
 """
 
 from collections.abc import Callable
@@ -39,6 +39,25 @@ def dense(
     return jnp.einsum("bkgst,btkh->bskgh", weights, v).reshape(b, s, n, h)
 
 
+def striped(
+    q: Float[Array, "B S N H"], k: Float[Array, "B C T K H"], v: Float[Array, "B C T K H"], mask: Bool[Array, "B S C T"]
+) -> Float[Array, "B S N H"]:
+    """Queries that every device of seq has, on keys and values of which each has a stripe (of a cache).
+
+    Each sums what its stripe contributes, relative to the largest score of all (as Flash-Decoding does).
+    """
+    b, s, n, h = q.shape
+    q = jnp.reshape(q, (b, s, k.shape[3], -1, h))
+    scores = jnp.einsum("bskgh,bctkh->bkgsct", q, k, preferred_element_type=jnp.float32) / sqrt(h)
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    weights = jnp.exp(scores - jnp.max(scores, (-2, -1), keepdims=True))
+    total = jnp.sum(weights, (-2, -1))
+    out = jnp.einsum(
+        "bkgsct,bctkh->bkgsh", weights.astype(v.dtype), v, out_sharding=P(*spec_of(total).partitions, None)
+    )
+    return jnp.moveaxis((out / total[..., None]).astype(v.dtype), 3, 1).reshape(b, s, n, h)
+
+
 def causal(
     q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], segments: Segments
 ) -> Float[Array, "B T N H"]:
@@ -64,7 +83,8 @@ def choose(platform: str | None, queries: int, head: int, dtype) -> Callable:
 
 def masked(q, k, v, segments: Segments) -> Float[Array, "B T N H"]:
     """`dense` under the mask of `causal`."""
-    k, v = gather(k, "seq"), gather(v, "seq")
+    if spec_of(q).partitions[1]:
+        k, v = gather(k, "seq"), gather(v, "seq")
     index = jnp.arange(k.shape[1])
     past = jax.reshard(index, P(spec_of(q).partitions[1]))[:, None] >= index[None]
     return dense(q, k, v, (segments.q[:, :, None] == segments.k[:, None]) & past[None])
@@ -85,7 +105,8 @@ def splash(q, k, v, segments: Segments, interpret: bool = False) -> Float[Array,
     mask = sa.MultiHeadMask([sa.CausalMask((t, t))] * (n // shards(q, 2)))
     tiles = sa.BlockSizes(*(block,) * 8)
     kernel = sa.make_splash_mha(mask, block_sizes=tiles, head_shards=1, q_seq_shards=seq, interpret=interpret)
-    kernel = jax.tree.map(lambda x: jax.reshard(x, P("seq") if x.ndim == 1 else P(None, "seq", None)), kernel)
+    split = spec_of(q).partitions[1]
+    kernel = jax.tree.map(lambda x: jax.reshard(x, P(split) if x.ndim == 1 else P(None, split, None)), kernel)
 
     def local(q, k, v, segments, kernel):
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
@@ -103,7 +124,8 @@ def cudnn(q, k, v, segments: Segments, implementation: str = "cudnn") -> Float[A
 
     def local(q, k, v, segments):
         s, t = q.shape[1], k.shape[1]
-        past = (lax.axis_index("seq") * s + jnp.arange(s))[:, None] >= jnp.arange(t)[None]
+        first = lax.axis_index("seq") * s if s < t else 0
+        past = (first + jnp.arange(s))[:, None] >= jnp.arange(t)[None]
         mask = (segments.q[:, :, None] == segments.k[:, None]) & past[None]
         attend = partial(jax.nn.dot_product_attention, is_causal=s == t, implementation=implementation)
         return attend(q, k, v, mask=mask[:, None])
@@ -128,9 +150,11 @@ def _by_device(local: Callable, q, k, v, *rest):
     Kernels need check_vma=False, under which JAX cannot transpose an input that is `reduced` over seq, as `gather`
     makes it; an all_gather inside transposes to the one reduce-scatter.
     """
+    split = shards(q, 1) > 1
 
     def body(q, k, v, *rest):
-        k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
+        if split:
+            k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
         return local(q, k, v, *rest)
 
     return jax.shard_map(body, out_specs=spec_of(q), check_vma=False)(q, k, v, *rest)

@@ -7,7 +7,6 @@ Placements are stated where arrays are born (the table, the embedding, a fresh c
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,10 @@ from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from rljax.mesh import BATCH, gather, reduced, spec_of
-from rljax.model import attention, nn
+from rljax.mesh import BATCH, Strategy, gather, reduced, shards, spec_of
+from rljax.mesh.verbs import axes_of
+from rljax.model import attention, nn, order
+from rljax.model.context import across
 from rljax.model.table import LM, UNROLL, Tensor
 from rljax.types import Tokens
 
@@ -57,7 +58,7 @@ class Decoder:
     def build(self) -> LM:
         bind = lambda f: partial(f, self)
         return LM(
-            table(self), bind(embed), bind(block), bind(norm), bind(project), bind(empty_cache), bind(extend),
+            table(self), bind(embed), bind(block), bind(norm), bind(project), bind(prefill), bind(extend),
             (self.heads, self.kv_heads), self.vocab, self.compute,
         )  # fmt: skip
 
@@ -92,17 +93,22 @@ class Params:
 
 @struct.dataclass
 class Cache:
-    """Keys and values by slot; slot t of a row holds its token t."""
+    """Keys and values in stripes over the C devices of the seq axis: slot t of stripe c holds token C t + c of a row.
 
-    k: Float[Array, "L B T K H"]
-    v: Float[Array, "L B T K H"]
+    So every stripe grows as fast as the others, and ring attention finds the keys of a prompt where they stay.
+    """
+
+    k: Float[Array, "L B C T K H"]
+    v: Float[Array, "L B C T K H"]
 
 
-class Frame(NamedTuple):
+@struct.dataclass
+class Frame:
     """What every block reads besides the residual stream."""
 
     rope: tuple[Array, Array]
     segments: attention.Segments
+    context: str = struct.field(pytree_node=False)
 
 
 def table(m: Decoder) -> Params:
@@ -139,34 +145,69 @@ def weight(m: Decoder, w: Array) -> Array:
     return checkpoint_name(gather(reduced(w.astype(m.compute)), "fsdp"), "gathered")
 
 
-def embed(m: Decoder, p: Params, tokens: Tokens) -> tuple[Float[Array, "B T D"], Frame]:
-    """The residual stream, split over seq from here on, and the frame that its blocks share."""
+def embed(m: Decoder, p: Params, tokens: Tokens, strategy: Strategy) -> tuple[Float[Array, "B T D"], Frame]:
+    """The residual stream, split over seq (and tensor) from here on, and the frame that its blocks share."""
     split = lambda x: jax.reshard(x, P(BATCH, "seq"))
-    x = _embed(m, p, tokens.ids, P(BATCH, "seq", None))
+    x = _embed(m, p, tokens.ids, P(BATCH, ("seq", "tensor") if strategy.sequence_parallel else "seq", None))
     rope = nn.rope(split(tokens.positions), m.head_dim, m.rope_theta)
-    return x, Frame(rope, attention.Segments(split(tokens.segments), tokens.segments))
+    return x, Frame(rope, attention.Segments(split(tokens.segments), tokens.segments), strategy.context)
 
 
 def _embed(m: Decoder, p: Params, ids, spec: P):
-    return weight(m, p.embed).at[ids].get(out_sharding=spec)
+    """Rows of a table split over the vocabulary: each device looks up those it has, and tensor sums them.
+
+    The partitioner does the same with an indexed read, but ends in an all-reduce where `spec` wants a reduce-scatter.
+    """
+    w = weight(m, p.embed)
+    if "tensor" not in axes_of(spec.partitions[1]) or shards(w, 0) == 1:
+        return w.at[ids].get(out_sharding=spec)
+
+    def local(w, ids):
+        at = ids - lax.axis_index("tensor") * w.shape[0]
+        mine = (0 <= at) & (at < w.shape[0])
+        x = jnp.where(mine[..., None], w.at[jnp.where(mine, at, 0)].get(), 0)
+        return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+
+    return jax.shard_map(local, out_specs=spec)(w, jax.reshard(ids, P(BATCH, "seq")))
 
 
 def block(m: Decoder, x: Float[Array, "B T D"], w: Layer, frame: Frame) -> Float[Array, "B T D"]:
     """One layer on whole sequences."""
-    q, k, v = _qkv(m, nn.rms_norm(x, w.norm1, m.norm_eps), w, frame.rope)
-    return _rest(m, x, attention.FORMS[m.attention](q, k, v, frame.segments), w)
+    q, k, v = _qkv(m, x, w, frame.rope)
+    return _rest(m, x, _attend(m, q, k, v, frame), w)
 
 
-def _qkv(m: Decoder, h, w: Layer, table):
+def _attend(m: Decoder, q, k, v, frame: Frame):
+    return across(frame.context, attention.FORMS[m.attention], q, k, v, frame.segments)
+
+
+def _qkv(m: Decoder, x, w: Layer, table):
+    h = nn.whole(nn.rms_norm(x, w.norm1, m.norm_eps))
+
     def heads(matrix, bias, n):
         y = nn.matmul(h, weight(m, matrix))
-        y = y if bias is None else y + bias.astype(y.dtype)[None, None]
-        return jnp.reshape(y, (*y.shape[:2], n, m.head_dim), out_sharding=P(*spec_of(y).partitions, None))
+        y = y if bias is None else nn.shift(y, bias.astype(y.dtype))
+        y = _spread(y, n)
+        return jnp.reshape(y, (*y.shape[:2], -1, m.head_dim), out_sharding=P(*spec_of(y).partitions, None))
 
     q, k, v = heads(w.wq, w.bq, m.heads), heads(w.wk, w.bk, m.kv_heads), heads(w.wv, w.bv, m.kv_heads)
     if m.qk_norm:
         q, k = nn.rms_norm(q, w.q_norm, m.norm_eps), nn.rms_norm(k, w.k_norm, m.norm_eps)
     return nn.rotate(q, table), nn.rotate(k, table), v
+
+
+def _spread(y: Float[Array, "B T K*H"], heads: int) -> Float[Array, "B T K*H"]:
+    """Fewer heads than the tensor axis has devices: each device takes the whole head that its queries read."""
+    tensor = shards(y, 2)
+    if heads % tensor == 0:
+        return y
+
+    def local(y):
+        y = lax.all_gather(y, "tensor", axis=2, tiled=True)
+        width = y.shape[2] // heads
+        return lax.dynamic_slice_in_dim(y, lax.axis_index("tensor") * heads // tensor * width, width, 2)
+
+    return jax.shard_map(local, out_specs=spec_of(y))(y)
 
 
 def _rest(m: Decoder, x, attended: Float[Array, "B T N H"], w: Layer):
@@ -189,37 +230,55 @@ def project(m: Decoder, p: Params):
 
 
 def empty_cache(m: Decoder, rows: int, slots: int) -> Cache:
-    """Rows split over the batch axes, key/value heads over tensor."""
-    shape, spec = (m.layers, rows, slots, m.kv_heads, m.head_dim), P(None, BATCH, None, "tensor", None)
-    return Cache(*(jnp.zeros(shape, m.compute, out_sharding=spec) for _ in range(2)))
+    """Rows split over the batch axes, key/value heads over tensor, repeated where it has more devices than heads."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    shape = m.layers, rows, sizes["seq"], slots, max(m.kv_heads, sizes["tensor"]), m.head_dim
+    return Cache(*(jnp.zeros(shape, m.compute, out_sharding=P(None, *STRIPES)) for _ in range(2)))
+
+
+def prefill(
+    m: Decoder, p: Params, ids: Int[Array, "B S"], lengths: Int[Array, "B"], strategy: Strategy
+) -> tuple[Float[Array, "B 1 D"], Cache]:
+    """The hidden state after the last token of each right-padded row, and the keys and values of all S of them.
+
+    Every device works on its share of the tokens, so S must be a multiple of `order.columns(strategy)`.
+    """
+    ones = jnp.ones_like(ids)
+    tokens = order.deal(Tokens(ids, jnp.cumsum(ones, 1) - 1, ones), strategy)
+    x, frame = embed(m, p, tokens, strategy)
+
+    def layer(x, w):
+        q, k, v = _qkv(m, x, w, frame.rope)
+        return _rest(m, x, _attend(m, q, k, v, frame), w), Cache(*(order.stripes(y, strategy) for y in (k, v)))
+
+    x, cache = lax.scan(layer, x, p.layers, unroll=m.layers <= UNROLL)
+    last = jax.reshard(tokens.positions == lengths[:, None] - 1, P(*spec_of(x).partitions[:2]))
+    return norm(m, p, jnp.sum(jnp.where(last[..., None], x, 0), 1, keepdims=True)), cache
 
 
 def extend(
     m: Decoder, p: Params, ids: Int[Array, "B S"], cache: Cache, lengths: Int[Array, "B"], window: int | None = None
 ) -> tuple[Float[Array, "B S D"], Cache]:
-    """Appends S tokens to each row at its own length, and the hidden states after each; prefill and decode alike.
+    """Appends S tokens to each row at its own length, and the hidden states after each.
 
-    Attention reads the first `window` slots (default all): the caller promises lengths + S <= window.
+    Attention reads the first `window` tokens (default all slots): the caller promises lengths + S <= window. Every
+    device of the seq axis works on all S, each with the keys of its stripe.
     The cache is carried through the layers, so that it is updated in place: as a scan's xs and ys it is copied whole.
     """
-    window = window or cache.k.shape[2]
+    stripes, slots = cache.k.shape[2:4]
+    read = slots if window is None else -(-window // stripes)
     positions = lengths[:, None] + jnp.arange(ids.shape[1])[None]
     rope = nn.rope(positions, m.head_dim, m.rope_theta)
-    mask = positions[:, :, None] >= jnp.arange(window)[None, None]
+    mask = positions[:, :, None, None] >= order.positions(stripes, read)[None, None]
 
     def layer(carry, scanned):
         x, cache = carry
         i, w = scanned
-        q, k, v = _qkv(m, nn.rms_norm(x, w.norm1, m.norm_eps), w, rope)
-        cache = Cache(_append(cache.k, k, i, lengths), _append(cache.v, v, i, lengths))
-        read = lambda c: lax.dynamic_index_in_dim(c, i, keepdims=False)[:, :window]
-        return (_rest(m, x, attention.dense(q, read(cache.k), read(cache.v), mask), w), cache), None
+        q, k, v = _qkv(m, x, w, rope)
+        cache = Cache(order.append(cache.k, k, i, lengths), order.append(cache.v, v, i, lengths))
+        k, v = (lax.dynamic_index_in_dim(c, i, keepdims=False)[:, :, :read] for c in (cache.k, cache.v))
+        return (_rest(m, x, attention.striped(q, k, v, mask), w), cache), None
 
     carry = (_embed(m, p, ids, P(*spec_of(ids).partitions, None)), cache)
     (x, cache), _ = lax.scan(layer, carry, (jnp.arange(m.layers), p.layers), unroll=m.layers <= UNROLL)
     return norm(m, p, x), cache
-
-
-def _append(cache: Float[Array, "L B T K H"], new: Float[Array, "B S K H"], layer, lengths: Int[Array, "B"]):
-    write = lambda row, new, at: lax.dynamic_update_slice(row, new[None], (layer, at, 0, 0))
-    return jax.vmap(write, in_axes=(1, 0, 0), out_axes=1)(cache, new, lengths)

@@ -8,7 +8,9 @@ from jax import P, lax
 from jax.ad_checkpoint import checkpoint_policies as policies
 from jaxtyping import Array, Bool, Float
 
-from rljax.mesh import BATCH, shards
+from rljax.mesh import BATCH, Strategy, shards, spec_of
+from rljax.mesh.placement import DEFAULT
+from rljax.model import nn, order
 from rljax.model.table import LM, UNROLL
 from rljax.types import Tokens
 
@@ -21,10 +23,13 @@ REMAT = {
 LOGITS = 2**24  # float32 logits that may live on a device at a time (64 MiB)
 
 
-def hidden(lm: LM, params, tokens: Tokens, remat: str = "block") -> Float[Array, "B T D"]:
-    """Hidden states after the last norm: the scanned blocks, each under `jax.checkpoint`."""
-    x, frame = lm.embed(params, tokens)
-    step = jax.checkpoint(lambda x, w: (lm.block(x, w, frame), None), policy=REMAT[remat])
+def hidden(lm: LM, params, tokens: Tokens, strategy: Strategy = DEFAULT) -> Float[Array, "B T D"]:
+    """Hidden states after the last norm: the scanned blocks, each under `jax.checkpoint`.
+
+    Tokens come, and states go, in the order in which `strategy` splits T over seq (`order.deal`).
+    """
+    x, frame = lm.embed(params, tokens, strategy)
+    step = jax.checkpoint(lambda x, w: (lm.block(x, w, frame), None), policy=REMAT[strategy.remat])
     layers = jax.tree.leaves(params.layers)[0].shape[0]
     x, _ = lax.scan(step, x, params.layers, unroll=layers <= UNROLL)
     return lm.norm(params, x)
@@ -36,7 +41,7 @@ def logprobs(
     tokens: Tokens,
     mask: Bool[Array, "B T"],
     adjust: Callable = lambda logits, target: logits,
-    remat: str = "block",
+    strategy: Strategy = DEFAULT,
     logits: int = LOGITS,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of each masked token given those before it, and the entropy of its distribution, in float32.
@@ -45,7 +50,10 @@ def logprobs(
     Positions go through the vocabulary in chunks of at most `logits` values a device, recomputed in the backward pass,
     and a chunk in which no row needs a position is skipped: no `[B T V]` array ever lives.
     """
-    h = hidden(lm, params, tokens, remat)
+    early = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1)))  # entry t now belongs to the state before the token
+    target, wanted = early(tokens.ids), early(mask)
+    tokens, target, wanted = order.deal((tokens, target, wanted), strategy)
+    h = nn.whole(hidden(lm, params, tokens, strategy))
     project = lm.project(params)
     b, t = tokens.ids.shape
     rows, seq = shards(h, 0), shards(h, 1)
@@ -54,9 +62,10 @@ def logprobs(
     size = max(c for c in range(1, t // seq + 1) if t // seq % c == 0 and c <= most)
     n = t // seq // size
     fold = lambda x, *spec: jnp.reshape(
-        x, (b, seq, n, size, *x.shape[2:]), out_sharding=P(BATCH, "seq", None, None, *spec)
+        x,
+        (b, seq, n, size, *x.shape[2:]),
+        out_sharding=P(BATCH, "seq", None, None, *spec, reduced=spec_of(x).reduced),
     )
-    early = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1)))  # entry t now belongs to the state before the token
 
     def some(h, target, wanted):
         z = adjust(project(h), target)
@@ -76,13 +85,13 @@ def logprobs(
         nothing = lambda *args: (jnp.zeros_like(args[1], jnp.float32),) * 2
         return None, lax.cond(jnp.any(args[2]), some, nothing, *args)
 
-    scanned = fold(h, None), fold(early(tokens.ids)), fold(early(mask))
+    scanned = fold(h, None), fold(target), fold(wanted)
     scanned = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), scanned)
     _, out = lax.scan(jax.checkpoint(chunk), None, scanned)
 
     def late(x):
         x = jnp.reshape(jnp.moveaxis(x, 0, 2), (b, t), out_sharding=P(BATCH, "seq"))
-        x = jax.reshard(x, P(BATCH, None))
+        x = order.collect(jax.reshard(x, P(BATCH, None)), strategy)
         return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
     return jax.tree.map(late, out)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import P
 from jax.sharding import NamedSharding
 
-from rljax.mesh import Layout
+from rljax.mesh import Placement
 from rljax.mesh.verbs import axes_of, without
 
 # So few layers are unrolled rather than scanned: scanned, kept activations are copied in and out of stacks, which took
@@ -38,8 +38,12 @@ class Tensor:
         return prod(self.shape)
 
     def placed(self, zero: int) -> P:
-        """The placement: split over fsdp at ZeRO-3, replicated over it at 0."""
+        """The placement of the parameter: split over fsdp at ZeRO-3, replicated over it below."""
         return self.spec if zero == 3 else without(self.spec, "fsdp")
+
+    def updated(self, zero: int) -> P:
+        """The placement of its update, which optimizer state has too: split over fsdp from ZeRO-1 on."""
+        return self.spec if zero >= 1 else without(self.spec, "fsdp")
 
     @property
     def matrix(self) -> bool:
@@ -51,11 +55,11 @@ class LM(NamedTuple):
     """What the rest of the system knows of an architecture: a table and pure functions of parameters."""
 
     table: Any  # pytree of Tensor
-    embed: Callable  # params, Tokens -> x [B T D], frame (what every block reads besides x)
+    embed: Callable  # params, Tokens, Strategy -> x [B T D], frame (what every block reads besides x)
     block: Callable  # x, one layer's weights, frame -> x
     norm: Callable  # params, x -> h [B T D]
     project: Callable  # params -> (h [... D] -> logits [... V] float32); gathers the head once
-    cache: Callable  # rows, slots -> empty cache, its rows split over the batch axes
+    prefill: Callable  # params, ids [B S], lengths [B], Strategy -> h [B 1 D] after the last token, cache
     extend: Callable  # params, ids [B S], cache, lengths [B], window -> h [B S D], cache
     heads: tuple[int, int]  # query and key/value heads: what the tensor axis must divide
     vocab: int
@@ -105,14 +109,26 @@ def count(table) -> int:
     return sum(t.size for t in jax.tree.leaves(table, is_leaf=is_tensor))
 
 
-def misfits(lm: LM, layout: Layout, zero: int) -> list[str]:
-    """One line for each rule that a layout breaks: heads and split dimensions must divide."""
-    lines = []
-    for what, n in zip(("heads", "key/value heads"), lm.heads):
-        if n % layout.tensor:
-            lines.append(f"{n} {what} do not divide over tensor={layout.tensor}: {_fits(n)} would")
+def misfits(lm: LM, placement: Placement) -> list[str]:
+    """One line for each rule that a placement breaks, with what would fit: heads and split dimensions must divide."""
+    layout, lines = placement.layout, []
+    heads, shared = lm.heads
+    if heads % layout.tensor:
+        lines.append(f"{heads} heads do not divide over tensor={layout.tensor}: {_fits(heads)} would")
+    elif shared % layout.tensor and layout.tensor % shared:
+        fits = [d for d in range(1, heads + 1) if heads % d == 0 and (shared % d == 0 or d % shared == 0)]
+        lines.append(
+            f"{shared} key/value heads and tensor={layout.tensor}: neither divides the other: "
+            f"{', '.join(map(str, fits))} would"
+        )
+    if placement.context == "ulysses" and shared % (layout.tensor * layout.seq):
+        fits = _fits(shared // layout.tensor) if shared % layout.tensor == 0 else "1"
+        lines.append(
+            f'context = "ulysses" splits {shared} key/value heads over tensor={layout.tensor} and seq={layout.seq}, '
+            f'which do not divide them: seq={fits} or context = "ring" would'
+        )
     for t in jax.tree.leaves(lm.table, is_leaf=is_tensor):
-        for dim, size, entry in zip(t.dims.split(), t.shape, t.placed(zero)):
+        for dim, size, entry in zip(t.dims.split(), t.shape, t.updated(placement.zero)):
             ways = prod(getattr(layout, axis) for axis in axes_of(entry))
             if size % ways:
                 over = " ".join(f"{axis}={getattr(layout, axis)}" for axis in axes_of(entry))

@@ -133,7 +133,7 @@ def _role(lm: LM, training: bool, placement: Placement, width: int) -> dict:
         "bytes": sum(row["bytes"] for row in rows),
         "bytes_per_device": sum(row["bytes_per_device"] for row in rows),
         **(state if training else {}),
-        "misfits": misfits(lm, placement.layout, zero),
+        "misfits": misfits(lm, placement),
     }
 
 

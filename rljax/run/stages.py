@@ -4,7 +4,7 @@ Between stages, rows travel through the host (a few bytes a token) and parameter
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class Place:
     def columns(self) -> int:
         """What the number of tokens in a row must be a multiple of; on TPU the attention kernel has a say."""
         tile = BLOCKS[-1] if self.mesh.devices.flat[0].platform == "tpu" else 1
-        return self.placement.layout.seq * tile
+        return self.placement.columns(asdict(self.placement.layout)) * tile
 
     def put(self, tree):
         """Rows onto the devices, split over the batch axes; scalars onto all."""
@@ -81,11 +81,9 @@ class Stages(NamedTuple):
 def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bool = True) -> Place:
     """The devices and placement of a role in a stage. UserError where the model does not fit the layout."""
     placement = mesh.placement(stage, role, trainable)
-    rules = misfits(lm, placement.layout, placement.zero)
+    rules = misfits(lm, placement)
     if rules:
         raise UserError(f"{mesh.path}: [{stage}] {placement.layout} does not fit roles.{role}.lm: {'; '.join(rules)}")
-    if stage == "generate" and placement.layout.seq > 1:
-        raise UserError(f"{mesh.path}: [generate] seq={placement.layout.seq} is not supported yet; use seq=1")
     return Place(placement.layout.mesh(jax.devices()[mesh.devices_of(placement)]), placement)
 
 
@@ -99,8 +97,9 @@ def build(run: Run, mesh: MeshFile) -> Stages:
     matrices = map_table(lambda t: t.matrix, lm.table)
     optimizer = run.roles["actor"].optimizer.build(run.updates, matrices)
 
-    born = jax.jit(lambda seed: start(init(lm.table, jax.random.key(seed), train.placement.zero), optimizer))
-    begun = jax.jit(partial(start, optimizer=optimizer))
+    zero = train.placement.zero
+    born = jax.jit(lambda seed: start(lm, init(lm.table, jax.random.key(seed), zero), optimizer, zero))
+    begun = jax.jit(lambda params: start(lm, params, optimizer, zero))
 
     @jax.jit
     def cast(params):  # matrices travel in the dtype that they are multiplied in
@@ -110,19 +109,18 @@ def build(run: Run, mesh: MeshFile) -> Stages:
     def completed(params, ids, length, uid, seed, step, version, sampling, n):
         key = jax.random.fold_in(jax.random.key(seed), step)
         return generate(
-            lm, params, ids, length, uid, key, version, sampling,
+            lm, params, ids, length, uid, key, version, sampling, gen.placement,
             n=n, max_new=run.max_new, stop=run.tokenizer.stop, chunk=run.chunk,
         )  # fmt: skip
 
     @compiled
     def referred(params, tokens, mask):
-        return logprobs(ref_lm, params, tokens, mask, run.sampling.adjust, "none")[0]
+        return logprobs(ref_lm, params, tokens, mask, run.sampling.adjust, ref.placement)[0]
 
     updated = compiled(
         partial(
             update, lm=lm, objective=run.objective, optimizer=optimizer, adjust=run.sampling.adjust,
-            on_policy=run.minibatches * run.epochs == 1, microbatches=train.placement.microbatches,
-            remat=train.placement.remat,
+            on_policy=run.minibatches * run.epochs == 1, strategy=train.placement,
         ),
         donate_argnums=0,
     )  # fmt: skip

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax import P
 
-from rljax.mesh import reduced, spec_of
+from rljax.mesh import Strategy, reduced, scatter, spec_of
+from rljax.mesh.verbs import TOKENS, axes_of
 from rljax.model.forward import logprobs
 from rljax.model.table import LM, map_table
 from rljax.train.losses import k3
@@ -15,9 +16,14 @@ from rljax.train.objectives import Objective
 from rljax.types import Assessed, TrainState
 
 
-def start(params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update; optimizer state is placed like the parameters."""
-    return TrainState(jnp.int32(0), jnp.int32(0), params, optimizer.init(params))
+def start(lm: LM, params, optimizer: optax.GradientTransformation, zero: int) -> TrainState:
+    """The state before the first update; optimizer state is placed like the updates that it makes."""
+    return TrainState(jnp.int32(0), jnp.int32(0), params, optimizer.init(_mine(lm, params, zero)))
+
+
+def _mine(lm: LM, params, zero: int):
+    """The part of the parameters that a device updates: a slice of what it holds, at ZeRO-1 and 2."""
+    return map_table(lambda t, w: jax.reshard(w, t.updated(zero)), lm.table, params)
 
 
 def update(
@@ -29,8 +35,7 @@ def update(
     optimizer: optax.GradientTransformation,
     adjust: Callable,
     on_policy: bool,
-    microbatches: int = 1,
-    remat: str = "block",
+    strategy: Strategy,
 ) -> tuple[TrainState, dict]:
     """Applies one update made of all rows of `batch`, and the metrics of it as float32 scalars.
 
@@ -40,20 +45,17 @@ def update(
     """
     weights = objective.reduction(batch.rollout.mask)
     loss, sums, largest, grads = gradients(
-        state.params, batch, weights, lm=lm, objective=objective, adjust=adjust, on_policy=on_policy,
-        microbatches=microbatches, remat=remat,
-    )  # fmt: skip
+        state.params, batch, weights, lm=lm, objective=objective, adjust=adjust, on_policy=on_policy, strategy=strategy
+    )
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    deltas, opt = optimizer.update(grads, state.optimizer, state.params)
+    mine = _mine(lm, state.params, strategy.zero)
+    deltas, opt = optimizer.update(grads, state.optimizer, mine)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     skipped = jnp.where(finite, 0, state.skipped + 1)
-    state = TrainState(
-        state.step + 1,
-        skipped,
-        keep(optax.apply_updates(state.params, deltas), state.params),
-        keep(opt, state.optimizer),
-    )
+    params = keep(optax.apply_updates(mine, deltas), mine)
+    params = jax.tree.map(lambda new, old: jax.reshard(new, spec_of(old)), params, state.params)
+    state = TrainState(state.step + 1, skipped, params, keep(opt, state.optimizer))
     tokens = jnp.maximum(jnp.sum(batch.rollout.mask), 1).astype(jnp.float32)
     means = {name: total / tokens for name, total in sums.items()}
     return state, {
@@ -75,19 +77,20 @@ def gradients(
     objective: Objective,
     adjust: Callable,
     on_policy: bool,
-    microbatches: int,
-    remat: str,
+    strategy: Strategy,
 ):
-    """(loss, sums of metrics over masked tokens, maxima, gradient): all global, the gradient placed like `params`.
+    """(loss, sums of metrics over masked tokens, maxima, gradient): all global, the gradient placed as its update is.
 
     Weights are marked as reduced over the axes that tokens are split over, so each microbatch adds its unreduced
-    gradient and the replicas' sum happens once, after the loop. ZeRO-3 still scatters over fsdp in each microbatch.
+    gradient and the replicas' sum happens once, after the loop. From ZeRO-2 on the sum over fsdp is scattered in each
+    microbatch instead, so that no device accumulates a whole gradient (Rajbhandari et al. 2020, section 5).
     """
+    zero = strategy.zero
 
     def loss(params, batch: Assessed, weights):
         rollout, mask = batch.rollout, batch.rollout.mask
         clean = lambda x: jnp.where(mask, x, 0.0)  # what the mask excludes may hold anything, NaN included
-        logp, entropy = logprobs(lm, params, rollout.tokens, mask, adjust, remat)
+        logp, entropy = logprobs(lm, params, rollout.tokens, mask, adjust, strategy)
         sampled = clean(rollout.logp)
         old = jax.lax.stop_gradient(logp) if on_policy else sampled
         each, seen = objective.loss(logp, old, clean(0.0 if batch.advantages is None else batch.advantages))
@@ -104,23 +107,31 @@ def gradients(
 
     def split(x):
         """Rows [B] to [microbatches, B / microbatches], each taking rows from every device: nothing moves."""
-        rows = x.shape[0] // microbatches
+        rows = x.shape[0] // strategy.microbatches
         spec = P(spec_of(x).partitions[0], None, *spec_of(x).partitions[1:])
-        return jnp.moveaxis(jnp.reshape(x, (rows, microbatches, *x.shape[1:]), out_sharding=spec), 1, 0)
+        return jnp.moveaxis(jnp.reshape(x, (rows, strategy.microbatches, *x.shape[1:]), out_sharding=spec), 1, 0)
 
-    held = map_table(lambda t, w: reduced(w) if t.matrix else w, lm.table, params)
-    zeros = jax.tree.map(
-        lambda w: jnp.zeros(w.shape, w.dtype, out_sharding=P(*spec_of(w).partitions, unreduced=spec_of(w).reduced)),
-        held,
-    )
+    def scattered(t, g):
+        """The share of a device in the sum over fsdp, where its update is split so and the gradient not yet."""
+        (dim,) = [d for d, entry in enumerate(t.updated(zero).partitions) if "fsdp" in axes_of(entry)] or [None]
+        return g if dim is None or "fsdp" not in spec_of(g).unreduced else scatter(g, "fsdp", dim)
+
+    def empty(t, w):
+        spec = t.updated(zero) if zero >= 2 else t.placed(zero)
+        axes = frozenset(TOKENS) - {axis for entry in spec.partitions for axis in axes_of(entry)}
+        return jnp.zeros(w.shape, jnp.float32, out_sharding=P(*spec.partitions, unreduced=axes))
+
+    held = jax.tree.map(reduced, params)
+    zeros = map_table(empty, lm.table, params)
     parts = jax.tree.map(split, (batch, weights))
     value = jax.value_and_grad(loss, has_aux=True)
 
     def accumulate(grads, part):
         seen, g = value(held, *part)
-        return jax.tree.map(jnp.add, grads, g), seen
+        g = map_table(scattered, lm.table, g) if zero >= 2 else g
+        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, g), seen
 
     grads, (losses, (sums, largest)) = jax.lax.scan(accumulate, zeros, parts)
-    grads = jax.tree.map(lambda g, w: jax.reshard(g, spec_of(w)), grads, params)
+    grads = map_table(lambda t, g: jax.reshard(scattered(t, g), t.updated(zero)), lm.table, grads)
     total = lambda x: jax.tree.map(lambda v: jnp.sum(v, 0), x)
     return total(losses), total(sums), jax.tree.map(lambda v: jnp.max(v, 0), largest), grads
