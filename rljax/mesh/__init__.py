@@ -2,6 +2,18 @@
 
 from rljax.mesh.axes import AXES, BATCH, Layout
 from rljax.mesh.placement import Placement, Strategy
-from rljax.mesh.verbs import gather, reduced, scatter, shards, spec_of
+from rljax.mesh.verbs import gather, island, reduced, scatter, shards, spec_of
 
-__all__ = ["AXES", "BATCH", "Layout", "Placement", "Strategy", "gather", "reduced", "scatter", "shards", "spec_of"]
+__all__ = [
+    "AXES",
+    "BATCH",
+    "Layout",
+    "Placement",
+    "Strategy",
+    "gather",
+    "island",
+    "reduced",
+    "scatter",
+    "shards",
+    "spec_of",
+]

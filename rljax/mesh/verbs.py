@@ -32,12 +32,26 @@ def shards(x, dim: int) -> int:
     return prod(sizes[axis] for axis in axes_of(spec_of(x).partitions[dim]))
 
 
+def island(body, out: P, check_vma: bool = True):
+    """`body` on the shards of each device, its results placed as `out`: a shard_map over every axis not manual yet."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
+    return jax.shard_map(body, out_specs=out, axis_names=free, check_vma=check_vma)
+
+
+def within() -> bool:
+    """Whether this is traced within a pipeline's shard_map, where types cannot say reduced or unreduced."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def reduced(x, axes=TOKENS):
     """The same weights, their gradient left as one unreduced sum per device over `axes` until this is transposed.
 
     Stated once before a loop over microbatches, the sum over replicas happens once after it. Elementwise use is a type
-    error, so scales and biases stay out.
+    error. Within a pipeline it is x as it was.
     """
+    if within():
+        return x
     spec = spec_of(x)
     used = {axis for entry in spec.partitions for axis in axes_of(entry)}
     return jax.reshard(x, P(*spec.partitions, reduced=spec.reduced | (frozenset(axes) - used)))
@@ -58,9 +72,11 @@ def gather(x, axis: str):
     if axes_of(spec.partitions[d])[-1] != axis:
         raise ValueError(f"gather over {axis!r}: it must be the innermost axis of dimension {d} of {spec}")
     out = P(*without(spec, axis), reduced=spec.reduced | {axis})
+    if within():
+        return jax.reshard(x, without(spec, axis))
     if shards(x, d) == 1:  # nothing moves, and JAX 0.10 cannot lower this island's transpose on a mesh of one device
         return jax.reshard(x, out)
-    return jax.shard_map(lambda x: lax.all_gather(x, axis, axis=d, tiled=True, to="reduced"), out_specs=out)(x)
+    return island(lambda x: lax.all_gather(x, axis, axis=d, tiled=True, to="reduced"), out)(x)
 
 
 def scatter(x, axis: str, dim: int):
@@ -74,5 +90,4 @@ def scatter(x, axis: str, dim: int):
     out = P(*entries, unreduced=spec.unreduced - {axis}, reduced=spec.reduced)
     if jax.typeof(x).sharding.mesh.shape[axis] == 1:
         return jax.reshard(x, out)
-    body = lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-    return jax.shard_map(body, out_specs=out)(x)
+    return island(lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), out)(x)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.mesh import gather, shards, spec_of
+from rljax.mesh import gather, island, shards, spec_of
 
 MASKED = -1e30  # not -inf: a row with nothing to see stays finite
 BLOCKS = 512, 256, 128  # tiles of the TPU kernel, the first that divides the queries of a device
@@ -157,4 +157,4 @@ def _by_device(local: Callable, q, k, v, *rest):
             k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
         return local(q, k, v, *rest)
 
-    return jax.shard_map(body, out_specs=spec_of(q), check_vma=False)(q, k, v, *rest)
+    return island(body, spec_of(q), check_vma=False)(q, k, v, *rest)

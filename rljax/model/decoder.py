@@ -15,7 +15,7 @@ from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from rljax.mesh import BATCH, Strategy, gather, reduced, shards, spec_of
+from rljax.mesh import BATCH, Strategy, gather, island, reduced, shards, spec_of
 from rljax.mesh.verbs import axes_of
 from rljax.model import attention, nn, order
 from rljax.model.context import across
@@ -168,7 +168,7 @@ def _embed(m: Decoder, p: Params, ids, spec: P):
         x = jnp.where(mine[..., None], w.at[jnp.where(mine, at, 0)].get(), 0)
         return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
 
-    return jax.shard_map(local, out_specs=spec)(w, jax.reshard(ids, P(BATCH, "seq")))
+    return island(local, spec)(w, jax.reshard(ids, P(BATCH, "seq")))
 
 
 def block(m: Decoder, x: Float[Array, "B T D"], w: Layer, frame: Frame) -> Float[Array, "B T D"]:
@@ -202,12 +202,13 @@ def _spread(y: Float[Array, "B T K*H"], heads: int) -> Float[Array, "B T K*H"]:
     if heads % tensor == 0:
         return y
 
+    @jax.checkpoint  # leaves no residuals, with which JAX cannot lower an island within a pipeline
     def local(y):
         y = lax.all_gather(y, "tensor", axis=2, tiled=True)
         width = y.shape[2] // heads
         return lax.dynamic_slice_in_dim(y, lax.axis_index("tensor") * heads // tensor * width, width, 2)
 
-    return jax.shard_map(local, out_specs=spec_of(y))(y)
+    return island(local, spec_of(y))(y)
 
 
 def _rest(m: Decoder, x, attended: Float[Array, "B T N H"], w: Layer):

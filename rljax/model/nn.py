@@ -6,7 +6,7 @@ from jax import P, lax
 from jaxtyping import Array, Float, Int
 
 from rljax.mesh import gather, reduced, scatter, shards, spec_of
-from rljax.mesh.verbs import axes_of, without
+from rljax.mesh.verbs import axes_of, within, without
 
 
 def whole(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -26,6 +26,8 @@ def matmul(x: Float[Array, "B T D"], w: Float[Array, "D F"], out: P | None = Non
     """
     b, t, d = x.shape
     if out is not None and "tensor" in axes_of(out.partitions[1]):
+        if jax.typeof(x).sharding.mesh.shape["tensor"] == 1 or within():
+            return jnp.einsum("btd,df->btf", x, w, out_sharding=out)
         partial = P(*without(out, "tensor").partitions, unreduced={"tensor"})
         return scatter(jnp.einsum("btd,df->btf", x, w, out_sharding=partial), "tensor", 1)
     if shards(x, 1) > 1:
