@@ -17,10 +17,10 @@ import command
 import jax
 from bench import Bench
 from command import Parser, count, show, size, table
-from hlo import KINDS, traffic
 from timing import Compiles, interleave, middle, ratio
 
 from rljax.errors import UserError
+from rljax.plan.hlo import KINDS, collectives, traffic
 from rljax.run import devices
 from rljax.run.directory import find_mesh
 
@@ -45,7 +45,7 @@ def measure(run, meshes: list, rounds: int) -> list[dict]:
         compiles.stage = f"update {i}"
         program = bench.compiled_update(batch)
         place = bench.stages.train
-        found = traffic(program.as_text(), place.placement.layout.devices)
+        found = collectives(program.as_text())
         report = {
             "mesh": mesh.path,
             "train": str(place.placement.layout),
@@ -55,8 +55,8 @@ def measure(run, meshes: list, rounds: int) -> list[dict]:
                 "optimizer": bytes_per_device(bench.state.optimizer),
                 "temporary": program.memory_analysis().temp_size_in_bytes,
             },
-            "collectives": {kind: each._asdict() for kind, each in found.kinds.items()},
-            "loops_of_unknown_length": found.unknown,
+            "collectives": {kind: each._asdict() for kind, each in traffic(found).items()},
+            "in_loops_of_unknown_length": sum(not c.exact for c in found),
             "metrics": {name: value for name, value in bench.update(batch).items() if name in EQUAL},
         }
         report["compile_seconds"] = {stage: compiles.seconds[f"{stage} {i}"] for stage in ("update", "generate")}

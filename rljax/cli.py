@@ -148,24 +148,28 @@ def mesh(
         Path | None,
         typer.Option("--model", metavar="EXPERIMENT", help="also place this experiment's tensors", show_default=False),
     ] = None,
+    schedule: Annotated[bool, typer.Option("--schedule", help="draw training's pipeline schedule instead")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw which device holds what."""
+    """Draw which device holds what, or what it does when."""
     from rich.console import Console
 
     from rljax.config import load_experiment
+    from rljax.errors import UserError
     from rljax.mesh.file import load
-    from rljax.plan import draw
+    from rljax.plan import draw, draw_schedule
 
+    if schedule and model:
+        raise UserError("--schedule draws time and --model memory: give one of them")
     roles = None
     if model:
         run = load_experiment(str(model))
         roles = {name: (role.lm.build(), role.optimizer is not None) for name, role in run.roles.items()}
-    description = draw.describe(load(file), roles)
+    description = draw_schedule.describe(load(file)) if schedule else draw.describe(load(file), roles)
     if as_json:
         print(json.dumps(description))
     else:
-        Console().print(draw.draw(description))
+        Console().print((draw_schedule if schedule else draw).draw(description))
 
 
 def main(args: list[str] | None = None) -> int:

@@ -20,6 +20,7 @@ class Tokens:
     ids: Int[Array, "B T"]
     positions: Int[Array, "B T"]  # within the segment
     segments: Int[Array, "B T"]
+    routes: Int[Array, "B T L k"] | None = None  # the experts that each layer with experts shall choose
 
 
 @struct.dataclass

@@ -24,7 +24,7 @@ import tiny  # noqa: E402
 from trial import folder, here  # noqa: E402, F401
 
 
-@pytest.fixture(scope="session", params=tiny.MODELS)
+@pytest.fixture(scope="session", params=tiny.DENSE)
 def model(request) -> str:
-    """Name of a tiny model: each law holds for both."""
+    """Name of a tiny dense model: each law holds for both."""
     return request.param

@@ -30,24 +30,6 @@ actor = lambda start: {{"actor": Role(LM, start=start, optimizer=AdamW(lr=1e-3))
 WARMUP = Run(roles=actor(Fresh()), objective=sft(), schedule=supervised, **COMMON)
 RUN = Run(roles=actor(WARMUP), objective=grpo(), schedule=synchronous, **COMMON)
 """
-HLO = """HloModule jit_step, num_partitions=8
-
-%body (p: (s32[], f32[16,4])) -> (s32[], f32[16,4]) {
-  %p = (s32[], f32[16,4]{1,0}) parameter(0)
-  %x = f32[16,4]{1,0} get-tuple-element(%p), index=1
-  %all-reduce.1 = f32[16,4]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
-  ROOT %t = (s32[], f32[16,4]{1,0}) tuple(%i, %all-reduce.1)
-}
-
-ENTRY %main (a: f32[16,4], b: bf16[8]) -> f32[16,4] {
-  %a = f32[16,4]{1,0} parameter(0)
-  %b = bf16[8]{0} parameter(1)
-  %w = (s32[], f32[16,4]{1,0}, /*index=2*/f32[]) while(%t0), body=%body, backend_config={"known_trip_count":{"n":"3"}}
-  %g = bf16[16]{0} all-gather(%b), replica_groups=[4,2]<=[8], dimensions={0}
-  %s = (f32[4,4]{1,0}, bf16[2]{0}) reduce-scatter(%a, %b), replica_groups=mesh['x'=2,'y'=4] {'y'}, to_apply=%add
-  ROOT %m = f32[16,4]{1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}
-}
-"""
 
 
 @pytest.fixture
@@ -143,18 +125,3 @@ def test_mistakes_are_one_line(words, said, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert stop.value.code == 2
     assert said in err and err.count("\n") == 1 and err.startswith(f"{name}.py: ")
-
-
-def test_collectives_are_read_from_text(monkeypatch):
-    """Loops multiply, tuples add up, and each way of writing groups is understood."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from hlo import KINDS, traffic
-
-    found = traffic(HLO, 8)
-    assert found.unknown == 0 and list(found.kinds) == list(KINDS)
-    assert found.kinds["all-reduce"] == (3, 3 * 2 * 3 * 256 // 4)
-    assert found.kinds["all-gather"] == (1, 16)
-    assert found.kinds["reduce-scatter"] == (1, (256 + 16) * 3 // 4)
-    assert found.kinds["collective-permute"] == (1, 256)
-    assert found.kinds["all-to-all"] == (0, 0)
-    assert traffic(HLO.replace("known_trip_count", "x"), 8).unknown == 1

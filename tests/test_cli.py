@@ -61,7 +61,7 @@ def wrong(capsys):
     "train": ["EXPERIMENT", "[FIELD=VALUE]...", "--mesh", "--run-dir", "--resume"],
     "eval": ["TARGET", "--experiment", "--mesh", "--step", "--json"],
     "generate": ["TARGET", "--prompt", "--ids", "--n", "--temperature", "--greedy", "--max-new", "--seed", "--json"],
-    "mesh": ["FILE", "--model", "--json"],
+    "mesh": ["FILE", "--model", "--schedule", "--json"],
 }.items())  # fmt: skip
 def test_every_command_tells_how_it_is_used(capsys, command, words):
     assert rljax(command, "--help") == 0
@@ -157,6 +157,24 @@ def test_mesh_draws_or_describes(capsys):
     assert rljax("mesh", "eight.toml") == 0
     drawn = capsys.readouterr().out
     assert "fsdp" in drawn and len(drawn.splitlines()) > 5
+
+
+def test_mesh_draws_a_schedule(folder, capsys, wrong):
+    text = 'platform = "cpu"\ndevices = 4\n[train]\npipe = 2\nfsdp = 2\nmicrobatches = 4\nschedule = "{}"\n'
+    (folder / "pipe.toml").write_text(text.format("zb-h1"))
+    assert rljax("mesh", "pipe.toml", "--schedule", "--json") == 0
+    (description,) = objects(capsys.readouterr().out)
+    assert description["schedule"] == "zb-h1" and description["figures"]["bubble"] == pytest.approx(1 / 12)
+    assert rljax("mesh", "pipe.toml", "--schedule") == 0
+    assert "bubble      8.3%" in capsys.readouterr().out
+    assert rljax("mesh", "eight.toml", "--schedule") == 0
+    assert capsys.readouterr().out == "eight.toml: [train] pipe = 1: no pipeline, so there is no schedule to draw\n"
+    (folder / "pipe.toml").write_text(text.format("dualpipe").replace("= 4\ns", "= 2\ns"))
+    assert "[train] microbatches = 2: dualpipe needs" in wrong("mesh", "pipe.toml", "--schedule")
+    assert "give one of them" in wrong("mesh", "eight.toml", "--schedule", "--model", "small.py")
+    (folder / "pipe.toml").write_text(text.format("1f1b"))
+    assert "pipelines do not run yet" in wrong("train", "small.py", "--run-dir", "gone", "--mesh", "pipe.toml")
+    (folder / "pipe.toml").unlink()
 
 
 def test_looking_at_a_run_changes_nothing_in_it(target, capsys):

@@ -10,6 +10,7 @@ import pytest
 import tiny
 from tiny import ALL, CONTEXT, FSDP, FSDP_TENSOR, MODELS, ONE
 
+from rljax.data.rows import fit
 from rljax.errors import UserError
 from rljax.generate.decode import generate, windows
 from rljax.generate.sampling import Sampling
@@ -45,6 +46,11 @@ LAYOUTS = {
     "ulysses": (Layout(data=4, seq=2), dict(context="ulysses")),
     "ring": (CONTEXT, dict(context="ring")),
     "ring of 4, sequence parallel": (Layout(seq=4, tensor=2), dict(context="ring", sequence_parallel=True)),
+}
+EXPERTS = {
+    "expert": ("experts", Layout(expert=8), {}),
+    "fsdp tensor expert": ("deepseek", Layout(fsdp=2, tensor=2, expert=2), {}),
+    "exchange seq": ("exchange", Layout(data=2, seq=2, expert=2), dict(context="ring")),
 }
 KIND = np.arange(8 * N) % 3  # of each row: greedy, top-k 1, plain
 MIXED = Sampling(
@@ -154,6 +160,14 @@ def test_every_layout_draws_the_same_tokens(case):
         assert np.array_equal(one.tokens.ids, other.tokens.ids) and np.abs(one.logp - other.logp).max() < 1e-4
         rest = lambda r: (r.tokens, r.mask, r.version, r.length, r.prompt_length, r.finish, r.uid, r.sample)
         assert tiny.identical(rest(one), rest(other))
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_draw_the_same_tokens_on_every_layout(case):
+    name, layout, strategy = EXPERTS[case]
+    for s in (SAMPLINGS["plain"], GREEDY):
+        one, other = sampler(name=name)(s), sampler(layout, name, **strategy)(s)
+        assert tiny.identical(one.tokens, other.tokens) and np.abs(one.logp - other.logp).max() < 1e-4
 
 
 @pytest.mark.pitfall("T-86")
@@ -361,3 +375,27 @@ def test_impossible_settings_are_one_line_errors(sampling, training, field):
         sampling.check(training)
     assert "\n" not in str(error.value)
     GREEDY.check(training=False), Sampling(0.6, 5, 0.9, 0.1).check(training=True)
+
+
+@pytest.mark.parametrize("case", ["one", "expert seq"])
+def test_the_experts_chosen_travel_with_the_tokens(case):
+    """Replayed with other weights, the policy is that of the sampler's experts; else each token chooses anew."""
+    layout, strategy = {"one": (ONE, {}), "expert seq": EXPERTS["exchange seq"][1:]}[case]
+    rollout = sampler(layout, "replay", **strategy)(Sampling())
+    routes, inside = rollout.tokens.routes, rollout.tokens.segments > 0
+    assert routes.shape == (*inside.shape, 2, 2) and routes.dtype == np.int16
+    last = np.arange(inside.shape[1])[None] == rollout.length[:, None] - 1  # no token was drawn after it
+    assert np.all((routes[inside & ~last] >= 0) & (routes[inside & ~last] < 8))
+    assert tiny.identical(routes[inside & ~last], sampler(name="replay")(Sampling()).tokens.routes[inside & ~last])
+
+    wide = fit(rollout, 8, 2)
+    lm, mesh = MODELS["replay"].build(), layout.mesh()
+    with jax.set_mesh(mesh):
+        weights = tiny.weights("replay")
+        other = weights.replace(layers=weights.layers.replace(router=-weights.layers.router))
+        score = jax.jit(lambda p, tokens: logprobs(lm, p, tokens, wide.mask, strategy=Strategy(**strategy))[0])
+        own, turned = (jax.device_put(w, shardings(lm.table, mesh)) for w in (weights, other))
+        replayed, anew = (tiny.place(tokens, mesh) for tokens in (wide.tokens, wide.tokens.replace(routes=None)))
+        assert np.abs(np.where(wide.mask, score(own, replayed) - wide.logp, 0)).max() < 1e-4
+        assert tiny.identical(score(own, replayed), score(own, anew))
+        assert np.abs(score(turned, replayed) - score(turned, anew)).max() > 1e-2  # control: they are obeyed

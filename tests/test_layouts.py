@@ -35,11 +35,27 @@ def test_every_layout_computes_the_single_device_update(model, case):
     result = tiny.step(model, layout, **strategy)(tiny.batch(model))
     agree(result, tiny.step(model)(tiny.batch(model)))
 
+    shards_are_as_large_as_stated(model, layout, strategy, result)
+
+
+@pytest.mark.pitfall("T-07")
+@pytest.mark.pitfall("T-99")
+@pytest.mark.parametrize("case", tiny.EXPERT_LAYOUTS)
+def test_every_layout_of_experts_computes_the_single_device_update(case):
+    model, layout, strategy = tiny.EXPERT_LAYOUTS[case]
+    one = tiny.step(model)(tiny.batch(model))
+    assert one.metrics["experts/balance"] > 0.5 and one.metrics["experts/dropped"] == 0
+    result = tiny.step(model, layout, **strategy)(tiny.batch(model))
+    agree(result, one)
+    shards_are_as_large_as_stated(model, layout, strategy, result)
+
+
+def shards_are_as_large_as_stated(model, layout, strategy, result):
     table, zero = tiny.MODELS[model].build().table, strategy.get("zero", 3)
     _, moments = result.state.optimizer[1][1][0][1:]
 
     def held(t, param, gradient, moment):
-        """The shards are as large as the ZeRO level says, not merely labelled so."""
+        """Not merely labelled so."""
         for x, sharded in ((param, zero == 3), (gradient, zero >= 1), (moment, zero >= 1)):
             spec = t.spec if sharded else without(t.spec, "fsdp")
             ways = prod(getattr(layout, axis) for entry in spec for axis in axes_of(entry))
@@ -67,7 +83,8 @@ def test_microbatches_equal_one(layout, microbatches):
     agree(result, tiny.step("rich")(tiny.batch("rich")))
 
 
-@pytest.mark.parametrize("layout, remat", [(ONE, "none"), (ONE, "names"), (ALL, "none"), (ALL, "names")], ids=str)
+@pytest.mark.parametrize("remat", ["none", "names", "offload"])
+@pytest.mark.parametrize("layout", [ONE, ALL], ids=str)
 def test_remat_changes_memory_alone(layout, remat):
     agree(tiny.step("rich", layout, remat=remat)(tiny.batch("rich")), tiny.step("rich")(tiny.batch("rich")))
 

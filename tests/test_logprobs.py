@@ -34,7 +34,7 @@ def functions(name, layout=ONE, budget=LOGITS):
         params = jax.device_put(tiny.weights(name), shardings(lm.table, mesh))
 
     def loss(params, tokens, mask, a, b):
-        logp, entropy = logprobs(lm, params, tokens, mask, logits=budget)
+        logp, entropy, _ = logprobs(lm, params, tokens, mask, logits=budget)
         return jnp.sum(a * logp + b * entropy), (logp, entropy)
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -83,6 +83,13 @@ def test_chunks_equal_full_logits(model, layout, budget):
     assert tiny.distance(got[2], want[2]) < 2e-5
 
 
+@pytest.mark.parametrize("name", ["experts", "deepseek"])
+def test_experts_equal_the_oracle(name):
+    got, want = functions(name)(batch().tokens, batch().mask, *coefficients()), expected(name)
+    assert np.abs(got[0] - want[0]).max() < 2e-5 and np.abs(got[1] - want[1]).max() < 2e-5
+    assert tiny.distance(got[2], want[2]) < 2e-5
+
+
 def test_a_chunk_that_no_row_needs_is_skipped():
     """Counted where logits are made; what is skipped contributes nothing and what is not, everything."""
     lm, count = MODELS["plain"].build(), []
@@ -102,7 +109,7 @@ def test_a_chunk_that_no_row_needs_is_skipped():
         run = jax.jit(lambda p, t, m: logprobs(lm._replace(project=project), p, t, m, logits=CHUNKED))
         for m, chunks in ((mask, 4), (narrow, 1), (np.zeros_like(mask), 0)):
             count.clear()
-            logp, _ = jax.device_get(run(tiny.weights("plain"), tok, m))
+            logp, *_ = jax.device_get(run(tiny.weights("plain"), tok, m))
             jax.effects_barrier()
             assert count == [4] * chunks
             assert np.abs(logp - np.where(m, expected("plain")[0], 0)).max() < 2e-5
@@ -122,7 +129,7 @@ def test_no_array_of_full_logits_lives(layout):
             row = NamedSharding(mesh, P(BATCH, None))
             ids, mask = (jax.ShapeDtypeStruct((b, t), dtype, sharding=row) for dtype in (jnp.int32, jnp.bool))
             loss = lambda p, ids, mask: sum(
-                map(jnp.sum, logprobs(lm, p, tiny.Tokens(ids, ids, ids), mask, logits=budget))
+                map(jnp.sum, logprobs(lm, p, tiny.Tokens(ids, ids, ids), mask, logits=budget)[:2])
             )
             traced = jax.jit(jax.grad(loss)).trace(params, ids, mask)
             outs = [
@@ -227,7 +234,7 @@ def test_bfloat16_decides_in_float32():
     tok, mask = batch().tokens, batch().mask
     with jax.set_mesh(ONE.mesh()):
         params = abstract(lm.table, ONE.mesh())
-        h = jax.eval_shape(lambda p: hidden(lm, p, tok), params)
+        h = jax.eval_shape(lambda p: hidden(lm, p, tok)[0], params)
         jaxpr = jax.make_jaxpr(lambda p: logprobs(lm, p, tok, mask))(params).jaxpr
     (logits,) = [
         e for e in tiny.equations(jaxpr) if e.primitive.name == "dot_general" and e.outvars[0].aval.shape[-1] == 48

@@ -4,6 +4,7 @@ Compiles dominate, so everything compiled is cached and tests vary the data they
 """
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 from zlib import crc32
@@ -17,8 +18,8 @@ from jax.sharding import NamedSharding
 
 from rljax.mesh import BATCH, Layout, Strategy
 from rljax.model.decoder import Decoder
+from rljax.model.moe import Experts
 from rljax.model.table import map_table, shardings
-from rljax.plan.hlo import collectives  # noqa: F401
 from rljax.train.losses import Clip
 from rljax.train.objectives import Objective
 from rljax.train.optimizer import AdamW
@@ -27,10 +28,17 @@ from rljax.train.step import gradients, start, update
 from rljax.types import Assessed, Rollout, Tokens
 
 SIZES = dict(vocab=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64)
+EXPERTS = Experts(count=8, top_k=2, width=16, balance=0.05, z=0.01)
+DEEPSEEK = replace(EXPERTS, shared=24, score="sigmoid", scale=2.5, groups=4, top_groups=2, bias_rate=0.01)
 MODELS = {
     "plain": Decoder(**SIZES),
     "rich": Decoder(**SIZES, qk_norm=True, qkv_bias=True, tied=True),
+    "experts": Decoder(**SIZES, experts=EXPERTS),
+    "exchange": Decoder(**SIZES, experts=replace(EXPERTS, dispatch="exchange")),
+    "replay": Decoder(**SIZES, experts=replace(EXPERTS, replay=True)),
+    "deepseek": Decoder(**SIZES | dict(layers=3), experts=DEEPSEEK, dense=1, tied=True),
 }
+DENSE = ("plain", "rich")
 ONE = Layout()
 FSDP, FSDP_TENSOR = Layout(fsdp=8), Layout(fsdp=4, tensor=2)
 ALL, CONTEXT = Layout(data=2, fsdp=2, tensor=2), Layout(fsdp=2, seq=2, tensor=2)
@@ -47,6 +55,15 @@ LAYOUTS = {  # with the strategy
     "ulysses": (Layout(data=2, fsdp=2, seq=2), dict(context="ulysses")),
     "ring": (Layout(fsdp=2, seq=4), dict(context="ring")),
     "ring, sequence parallel": (CONTEXT, dict(context="ring", sequence_parallel=True, zero=2)),
+}
+EXPERT_LAYOUTS = {
+    "experts": ("experts", Layout(expert=8), {}),
+    "experts, fsdp tensor": ("experts", Layout(fsdp=2, tensor=2, expert=2), dict(microbatches=2)),
+    "experts, ring": ("experts", Layout(seq=2, tensor=2, expert=2), dict(context="ring", sequence_parallel=True)),
+    "exchange, fsdp seq": ("exchange", Layout(fsdp=2, seq=2, expert=2), dict(zero=2, microbatches=2)),
+    "exchange, tensor": ("exchange", Layout(tensor=2, expert=4), dict(sequence_parallel=True, zero=1)),
+    "deepseek, data expert": ("deepseek", Layout(data=2, fsdp=2, expert=2), dict(remat="names")),
+    "deepseek, tensor": ("deepseek", Layout(tensor=4, expert=2), dict(sequence_parallel=True)),
 }
 # every term and both clips have a gradient (T-12)
 OBJECTIVE = Objective(loss=Clip(0.2, 0.28, dual=3.0), reduction=sequence_mean_token_mean, kl=0.1, entropy=0.01)
@@ -77,11 +94,16 @@ def oracle(m: Decoder, p, ids, positions, segments, xp=np):
         cos, sin = xp.cos(angle), xp.sin(angle)
         return xp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
+    def feed(h, gate, up, down):
+        gate = h @ gate
+        return (gate / (1 + xp.exp(-gate)) * (h @ up)) @ down
+
     b, t = ids.shape
     sees = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0) & xp.tri(t, dtype=bool)
     x = p.embed[ids]
     for i in range(m.layers):
-        w = jax.tree.map(lambda w, i=i: w[i], p.layers)
+        stack, at = (p.first, i) if i < m.dense else (p.layers, i - m.dense)
+        w = jax.tree.map(lambda w, at=at: w[at], stack)
         h = rms(x, w.norm1)
         q, k, v = ((h @ a + (0 if c is None else c)).reshape(b, t, -1, m.head_dim)
                    for a, c in ((w.wq, w.bq), (w.wk, w.bk), (w.wv, w.bv)))  # fmt: skip
@@ -94,9 +116,25 @@ def oracle(m: Decoder, p, ids, positions, segments, xp=np):
         a = xp.einsum("bnst,btnh->bsnh", e / (e.sum(-1, keepdims=True) + 1e-30), v).reshape(b, t, -1)
         x = x + a @ w.wo
         h = rms(x, w.norm2)
-        gate = h @ w.gate
-        x = x + (gate / (1 + xp.exp(-gate)) * (h @ w.up)) @ w.down
+        x = x + (feed(h, w.gate, w.up, w.down) if w.router is None else mixture(m.experts, h, w, feed, xp))
     return rms(x, p.norm) @ (p.embed.T if m.tied else p.unembed)
+
+
+def mixture(e: Experts, h, w, feed, xp):
+    """Every expert on every token, weighted by gates that are 0 for all but those chosen."""
+    z = h @ w.router
+    score = xp.exp(z - z.max(-1, keepdims=True)) if e.score == "softmax" else 1 / (1 + xp.exp(-z))
+    score = score / score.sum(-1, keepdims=True) if e.score == "softmax" else score
+    choose = score if w.router_bias is None else score + w.router_bias
+    if e.groups > 1:
+        grouped = choose.reshape(*choose.shape[:-1], e.groups, -1)
+        best = xp.sort(grouped, -1)[..., -2:].sum(-1)
+        worst = xp.sort(best, -1)[..., [-e.top_groups]]
+        choose = xp.where((best >= worst)[..., None], grouped, -xp.inf).reshape(choose.shape)
+    gates = xp.where(choose >= xp.sort(choose, -1)[..., [-e.top_k]], score, 0)
+    gates = e.scale * (gates / gates.sum(-1, keepdims=True) if e.normalize else gates)
+    y = sum(gates[..., [i]] * feed(h, w.gate[i], w.up[i], w.down[i]) for i in range(e.count))
+    return y if w.shared_gate is None else y + feed(h, w.shared_gate, w.shared_up, w.shared_down)
 
 
 def oracle_logprobs(logits, ids, mask, xp=np):
@@ -211,7 +249,7 @@ def gradient(name, layout=ONE, rows=ROWS, **strategy):
 
     def call(batch: Assessed, weights):
         with jax.set_mesh(mesh):
-            loss, _, _, grads = compiled(params, *place((batch, np.asarray(weights, np.float32)), mesh))
+            loss, *_, grads = compiled(params, *place((batch, np.asarray(weights, np.float32)), mesh))
         return float(loss), jax.device_get(grads)
 
     return call

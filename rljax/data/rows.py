@@ -87,14 +87,14 @@ def examples(problems: list[Problem], tokenizer: Tokenizer, width: int) -> Rollo
 def fit(batch, rows: int, columns: int = 1):
     """Pads a batch on the host to a multiple of `rows` rows and `columns` columns.
 
-    Filler rows are zero, so their mask is empty and they weigh nothing; a `[B T]` array is one whose second dimension
-    is the tokens'.
+    Filler rows are zero, so their mask is empty and they weigh nothing; a `[B T]` or `[B T L k]` array is one whose
+    second dimension is the tokens'.
     """
     b, t = (batch.rollout if isinstance(batch, Assessed) else batch).mask.shape
     down, right = -b % rows, -t % columns
 
     def pad(x):
-        wide = x.ndim == 2 and x.shape[1] == t
+        wide = x.ndim in (2, 4) and x.shape[1] == t
         return np.pad(x, [(0, down)] + [(0, right if wide and d == 0 else 0) for d in range(x.ndim - 1)])
 
     return jax.tree.map(pad, batch)

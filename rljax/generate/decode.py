@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.generate.sampling import Sampling, sample
 from rljax.mesh import BATCH, Strategy, spec_of
 from rljax.mesh.placement import DEFAULT
-from rljax.model.order import columns
+from rljax.model.order import by_token, columns
 from rljax.model.table import LM
 from rljax.types import LENGTH, STOP, Rollout, Tokens
 
@@ -76,8 +76,9 @@ def generate(
 
     def grown(c):
         """A cache of completions, with room for their tokens: rows [L U C T ...] to [L U * n, C, slots, ...]."""
-        slots = -(-(p + width) // c.shape[2])
-        return jnp.pad(repeat(c, 1), [(0, max(0, slots - c.shape[3]) if d == 3 else 0) for d in range(c.ndim)])
+        more = max(0, -(-(p + width) // c.shape[2]) - c.shape[3])
+        empty = -1 if jnp.issubdtype(c.dtype, jnp.integer) else 0
+        return jnp.pad(repeat(c, 1), [(0, more if d == 3 else 0) for d in range(c.ndim)], constant_values=empty)
 
     cache = jax.tree.map(grown, cache)
     prompts, prompt_length, uid, last = (repeat(x, 0) for x in (prompts, prompt_length, uid, last[:, 0]))
@@ -115,10 +116,12 @@ def generate(
     length = prompt_length + made
     inside = t < length[:, None]
     mask = inside & (t >= prompt_length[:, None])
+    routes = getattr(state.cache, "routes", None)
     tokens = Tokens(
         jnp.where(inside, jax.vmap(paste)(prompts, ids, prompt_length), 0),
         jnp.where(inside, t, 0),
         inside.astype(jnp.int32),
+        None if routes is None else by_token(routes, p + max_new),
     )
     return Rollout(
         tokens, mask, jnp.where(mask, jax.vmap(shift)(logp, prompt_length), 0.0), jnp.where(mask, version, 0),

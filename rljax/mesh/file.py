@@ -12,6 +12,7 @@ from pathlib import Path
 from rljax.errors import UserError, nearest
 from rljax.mesh.axes import AXES, Layout
 from rljax.mesh.placement import Placement, Strategy
+from rljax.mesh.schedule import SCHEDULES, legal
 
 STAGES = ("train", "generate", "assess")  # an absent one takes the axes of the one before it
 ROLES = ("actor", "critic", "reference", "reward")
@@ -23,14 +24,7 @@ CHOICES = {
     "remat": ("none", "block", "names", "offload"),
     "context": ("ring", "gather", "ulysses"),
     "sequence_parallel": (False, True),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipe"),
-}
-# What the grammar names and the machinery does not do yet: delete a line when it does.
-SUPPORTED = {
-    "pipe": (1,),
-    "expert": (1,),
-    "remat": ("none", "block", "names"),
-    "schedule": ("gpipe",),
+    "schedule": tuple(SCHEDULES),
 }
 STRATEGY = tuple(field.name for field in fields(Strategy))
 TABLE_KEYS = (*COUNTS, *CHOICES, "group")
@@ -168,7 +162,7 @@ def _table(name: str, table: dict, groups: dict[str, tuple[int, int]]) -> dict[s
         if key in COUNTS:
             _count(field, value)
         elif key in CHOICES:
-            _choice(field, value, CHOICES[key], SUPPORTED.get(key))
+            _choice(field, value, CHOICES[key])
         elif key == "group":
             _choice(field, value, tuple(groups))
         elif type(value) is dict and "." not in name:
@@ -176,12 +170,14 @@ def _table(name: str, table: dict, groups: dict[str, tuple[int, int]]) -> dict[s
         else:
             hint = "it belongs at the top of the file" if key in FILE_KEYS else nearest(key, TABLE_KEYS)
             raise UserError(f"{field}: unknown key; {hint}")
-        if value not in SUPPORTED.get(key, (value,)):
-            raise UserError(f"{field} = {_show(value)}: not supported yet; {key} = {_either(SUPPORTED[key])} is")
     layout = Layout(**{axis: table[axis] for axis in AXES if axis in table})
     group = table.get("group", "all")
     _fills(f"[{name}]", layout, table, group, groups)
     stated = {key: table[key] for key in STRATEGY if key in table}
+    strategy = Strategy(**stated)
+    wrong = legal(strategy.schedule, layout.pipe, strategy.microbatches)
+    if wrong:
+        raise UserError(f"[{name}] {wrong}")
     return {"layout": layout, "group": group, **stated}
 
 
@@ -190,8 +186,8 @@ def _fills(field: str, layout: Layout, table: dict, group: str, groups: dict[str
     size = {name: end - start for name, (start, end) in groups.items()}
     if layout.devices == size[group]:
         return
-    # The axes that the table names come first; one whose machinery is not here is no remedy.
-    axes = sorted((axis for axis in AXES if axis not in SUPPORTED), key=lambda axis: axis not in table)
+    # The axes that the table names come first, and those that any model and batch can have.
+    axes = sorted(AXES, key=lambda axis: (axis not in table, axis in ("pipe", "expert")))
     whole = ((axis, divmod(getattr(layout, axis) * size[group], layout.devices)) for axis in axes)
     fit = next((f"{axis}={quotient}" for axis, (quotient, rest) in whole if rest == 0), None)
     fit = fit or f"no one axis can mend it: data={size[group]} alone"
@@ -221,12 +217,10 @@ def _count(field: str, value: object) -> int:
     return value
 
 
-def _choice(field: str, value: object, choices: tuple, offered: tuple | None = None) -> None:
-    """`value` is one of `choices`; the error recommends only those `offered`, by default all."""
-    offered = offered or choices
-    _typed(field, value, type(choices[0]), offered[0])
+def _choice(field: str, value: object, choices: tuple) -> None:
+    _typed(field, value, type(choices[0]), choices[0])
     if value not in choices:
-        raise UserError(f"{field} = {_show(value)}: unknown; {nearest(str(value), offered)}")
+        raise UserError(f"{field} = {_show(value)}: unknown; {nearest(str(value), choices)}")
 
 
 def _typed(field: str, value: object, kind: type, example: object):

@@ -15,9 +15,10 @@ class Strategy:
 
     zero: int = 3  # what fsdp shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
     microbatches: int = 1  # pieces that an update's batch is cut into
-    remat: str = "block"  # what the backward pass recomputes: nothing, blocks, or all but named values
+    remat: str = "block"  # what is recomputed: nothing, blocks, all but named values, or blocks from host memory
     sequence_parallel: bool = False  # the residual stream is split over tensor too (Korthikanti et al. 2022)
     context: str = "gather"  # how attention crosses the seq axis
+    schedule: str = "gpipe"  # in which order the stages of pipe take the microbatches
 
     def columns(self, sizes: Mapping[str, int]) -> int:
         """What the number of tokens in a row must be a multiple of, on a mesh of these sizes."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import P, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.ad_checkpoint import checkpoint_policies as policies
 from jaxtyping import Array, Bool, Float
 
@@ -19,20 +20,26 @@ REMAT = {
     "none": policies.save_anything_except_these_names("gathered"),
     "block": policies.nothing_saveable,
     "names": policies.save_only_these_names("attention", "ffn"),
+    "offload": policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=(),
+        names_which_can_be_offloaded=("block",),  # what enters each block waits in host memory
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 LOGITS = 2**24  # float32 logits that may live on a device at a time (64 MiB)
 
 
-def hidden(lm: LM, params, tokens: Tokens, strategy: Strategy = DEFAULT) -> Float[Array, "B T D"]:
-    """Hidden states after the last norm: the scanned blocks, each under `jax.checkpoint`.
+def hidden(lm: LM, params, tokens: Tokens, strategy: Strategy = DEFAULT) -> tuple[Float[Array, "B T D"], object]:
+    """Hidden states after the last norm, and each layer's sums: the scanned blocks, each under `jax.checkpoint`.
 
     Tokens come, and states go, in the order in which `strategy` splits T over seq (`order.deal`).
     """
     x, frame = lm.embed(params, tokens, strategy)
-    step = jax.checkpoint(lambda x, w: (lm.block(x, w, frame), None), policy=REMAT[strategy.remat])
-    layers = jax.tree.leaves(params.layers)[0].shape[0]
-    x, _ = lax.scan(step, x, params.layers, unroll=layers <= UNROLL)
-    return lm.norm(params, x)
+    step = jax.checkpoint(lambda x, w: lm.block(checkpoint_name(x, "block"), w, frame), policy=REMAT[strategy.remat])
+    for stack in lm.stacks(params, frame):
+        x, sums = lax.scan(step, x, stack, unroll=len(jax.tree.leaves(stack)[0]) <= UNROLL)
+    return lm.norm(params, x), sums
 
 
 def logprobs(
@@ -43,17 +50,18 @@ def logprobs(
     adjust: Callable = lambda logits, target: logits,
     strategy: Strategy = DEFAULT,
     logits: int = LOGITS,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], object]:
     """Log-probability of each masked token given those before it, and the entropy of its distribution, in float32.
 
-    0 off the mask. `adjust` turns logits into those of the distribution sampled from (temperature, truncation).
-    Positions go through the vocabulary in chunks of at most `logits` values a device, recomputed in the backward pass,
+    0 off the mask. The third result is what the blocks sum. `adjust` turns logits into those of the distribution
+    sampled from (temperature, truncation). Positions go through the vocabulary in chunks of at most `logits` values a device, recomputed in the backward pass,
     and a chunk in which no row needs a position is skipped: no `[B T V]` array ever lives.
     """
     early = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1)))  # entry t now belongs to the state before the token
     target, wanted = early(tokens.ids), early(mask)
     tokens, target, wanted = order.deal((tokens, target, wanted), strategy)
-    h = nn.whole(hidden(lm, params, tokens, strategy))
+    h, sums = hidden(lm, params, tokens, strategy)
+    h = nn.whole(h)
     project = lm.project(params)
     b, t = tokens.ids.shape
     rows, seq = shards(h, 0), shards(h, 1)
@@ -94,4 +102,4 @@ def logprobs(
         x = order.collect(jax.reshard(x, P(BATCH, None)), strategy)
         return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
-    return jax.tree.map(late, out)
+    return *jax.tree.map(late, out), sums

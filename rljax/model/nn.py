@@ -41,17 +41,17 @@ def matmul(x: Float[Array, "B T D"], w: Float[Array, "D F"], out: P | None = Non
 
 def scale(x: Float[Array, "*B D"], w: Float[Array, "D"]) -> Float[Array, "*B D"]:
     """x * w, written as a matmul so that w may be `reduced`: its gradient is summed over microbatches first."""
-    return jnp.einsum("...d,d->...d", x, reduced(w, _split(x)))
+    return jnp.einsum("...d,d->...d", x, reduced(w, split(x)))
 
 
 def shift(x: Float[Array, "*B D"], w: Float[Array, "D"]) -> Float[Array, "*B D"]:
     """x + w, where w may be `reduced`, as in `scale`."""
     ones = jnp.ones(x.shape[:-1], x.dtype, out_sharding=P(*spec_of(x).partitions[:-1]))
-    return x + jnp.einsum("...,d->...d", ones, reduced(w, _split(x)))
+    return x + jnp.einsum("...,d->...d", ones, reduced(w, split(x)))
 
 
-def _split(x) -> tuple[str, ...]:
-    """The mesh axes over which the gradient of a vector that meets x's last dimension is a sum."""
+def split(x) -> tuple[str, ...]:
+    """The mesh axes that split all but the last dimension of x: over which the gradient of a weight of it is a sum."""
     return tuple(axis for entry in spec_of(x).partitions[:-1] for axis in axes_of(entry))
 
 

@@ -16,7 +16,7 @@ STRIPES = P(BATCH, "seq", None, "tensor", None)  # of keys and values [B C T K H
 
 
 def deal(tree, strategy: Strategy):
-    """Arrays `[B T]`, whole over seq, in the order in which `strategy` splits T over it."""
+    """Arrays `[B T ...]`, whole over seq, in the order in which `strategy` splits T over it."""
     n = _ways(strategy)
     return jax.tree.map(lambda x: _turn(x, x.shape[1] // n, n), tree)
 
@@ -35,7 +35,8 @@ def _turn(x: Array, rows: int, columns: int) -> Array:
     """T as a table of rows and columns, read column by column."""
     if 1 in (rows, columns):
         return x
-    table = jnp.reshape(x, (x.shape[0], rows, columns), out_sharding=P(*spec_of(x).partitions[:1], None, None))
+    row, _, *rest = spec_of(x).partitions
+    table = jnp.reshape(x, (len(x), rows, columns, *x.shape[2:]), out_sharding=P(row, None, None, *rest))
     return jnp.reshape(jnp.swapaxes(table, 1, 2), x.shape, out_sharding=spec_of(x))
 
 
@@ -46,12 +47,20 @@ def columns(strategy: Strategy) -> int:
 
 
 def stripes(x: Float[Array, "B T K H"], strategy: Strategy) -> Float[Array, "B C T/C K H"]:
-    """Keys or values of whole sequences as a cache keeps them. Parts that are not dealt go all-to-all over seq."""
+    """Keys, values or routes of whole sequences as a cache keeps them. Parts not dealt go all-to-all over seq."""
     (b, t, *heads), n, spec = x.shape, shards(x, 1), spec_of(x).partitions
     if _ways(strategy) == n:
         return jnp.reshape(x, (b, n, t // n, *heads), out_sharding=P(spec[0], "seq", None, *spec[2:]))
     x = jnp.reshape(x, (b, t // n, n, *heads), out_sharding=P(spec[0], "seq", None, *spec[2:]))
     return jax.reshard(jnp.swapaxes(x, 1, 2), P(spec[0], "seq", None, *spec[2:]))
+
+
+def by_token(routes: Int[Array, "L B C T 1 k"], length: int) -> Int[Array, "B T L k"]:
+    """What a cache holds for the first `length` positions of each row, as little as it takes to travel."""
+    x = jax.reshard(routes.astype(jnp.int16), P(None, BATCH, None, None, None, None))
+    layers, b, stripes, slots, _, k = x.shape
+    x = jnp.reshape(jnp.moveaxis(x, (3, 2, 0), (1, 2, 3)), (b, slots * stripes, layers, k), out_sharding=P(BATCH))
+    return x[:, :length]
 
 
 def positions(stripes: int, slots: int) -> Int[Array, "C T"]:
@@ -75,7 +84,7 @@ def append(
             return lax.dynamic_update_slice(row, new, (layer, 0, start, 0, 0))
         old = lax.dynamic_slice(row, (layer, 0, start, 0, 0), (1, stripes, width, *row.shape[3:]))
         which = at + stripes * start - length
-        fresh = new[None] if s == 1 else new.at[which].get(out_sharding=P("seq", None, "tensor", None))
+        fresh = new[None] if s == 1 else new.at[which].get(out_sharding=P("seq", None, *spec_of(new).partitions[1:]))
         value = jnp.where(((0 <= which) & (which < s))[None, :, :, None, None], fresh[None], old)
         return lax.dynamic_update_slice(row, value, (layer, 0, start, 0, 0))
 

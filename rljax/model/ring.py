@@ -10,8 +10,8 @@ triangle. So the matmuls of a device are 1/n of those of one device with the sam
 forward and 2.5 times that backward, for T positions and N heads of width H.
 
 A block is a device's keys and values, 2 B T/n K H numbers. Forward, a device sends n - 1 blocks in k's dtype. Backward,
-it sends those again and as many blocks of gradients in float32, one hop behind their keys, and a last one in k's dtype
-that goes home.
+and the other way round, it sends as many again; and in float32 as many blocks of gradients, one hop behind their keys;
+and a last one in k's dtype, which goes home.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from rljax.mesh import shards, spec_of
+from rljax.mesh import island, shards, spec_of
 from rljax.model.attention import MASKED, Segments
 
 TILE = 512  # positions on a side of a tile, at most
@@ -44,7 +44,7 @@ def ring(
     t = q.shape[1] // shards(q, 1)
     m = t // max(c for c in range(1, tile + 1) if t % c == 0)
     local = lambda q, k, v, *ids: _attend(m, q, k, v, Segments(*ids))
-    return jax.shard_map(local, out_specs=spec_of(q))(q, k, v, *segments)
+    return island(local, spec_of(q))(q, k, v, *segments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -73,12 +73,12 @@ def _forward(m: int, q, k, v, segments: Segments):
 
     def onward(carry, distance):  # neither the sending nor the tiles wait for the other
         kv, state = carry
-        return (_rotate(kv), hop((rank - distance) % n, kv, state)), None
+        return _rotate(kv, 1), hop((rank - distance) % n, kv, state)
 
     zeros = jnp.zeros_like(queries[..., 0], jnp.float32)
     state = jnp.zeros_like(queries, jnp.float32), zeros + MASKED, zeros
     if n > 1:
-        (kv, state), _ = lax.scan(onward, (kv, state), jnp.arange(n - 1))
+        kv, state = _hops(onward, (kv, state), jnp.arange(n - 1))
     out, peak, total = hop((rank + 1) % n, kv, state)
     out = _unfold(q.shape[1], out / total[..., None]).astype(q.dtype)
     return out, (q, k, v, segments, out, peak + jnp.log(total))
@@ -88,7 +88,8 @@ def _backward(m: int, residuals, d_out):
     """FlashAttention-2's (Dao 2023, arXiv:2307.08691): probabilities are recomputed from the stored denominators.
 
     Gradients of keys and values travel in float32, so that they are rounded once however many devices add to them: in
-    bfloat16 their error tripled at n = 32.
+    bfloat16 their error tripled at n = 32. Blocks go the other way round than in the forward pass, lest XLA take them
+    for the same and keep those.
     """
     q, k, v, segments, out, lse = residuals
     n, rank = lax.axis_size("seq"), lax.axis_index("seq")
@@ -114,18 +115,18 @@ def _backward(m: int, residuals, d_out):
 
     def onward(carry, distance):
         kv, dq, dkv = carry
-        ahead, behind = _rotate(kv), _rotate(dkv)
-        dq, own = hop((rank - distance) % n, kv, dq)
-        return (ahead, dq, _add(behind, own)), None
+        ahead, behind = _rotate(kv, -1), _rotate(dkv, -1)
+        dq, own = hop((rank + distance) % n, kv, dq)
+        return ahead, dq, _add(behind, own)
 
     dq, dkv = hop(rank, kv, jnp.zeros_like(queries, jnp.float32))
     if n > 1:
-        (kv, dq, dkv), _ = lax.scan(onward, (_rotate(kv), dq, dkv), jnp.arange(1, n - 1))
-        behind = _rotate(dkv)
-        dq, own = hop((rank + 1) % n, kv, dq)
+        kv, dq, dkv = _hops(onward, (_rotate(kv, -1), dq, dkv), jnp.arange(1, n - 1))
+        behind = _rotate(dkv, -1)
+        dq, own = hop((rank - 1) % n, kv, dq)
         dkv = _add(behind, own)
     (dk, dv), scale = dkv, sqrt(q.shape[-1])
-    dk, dv = _rotate(((dk / scale).astype(k.dtype), dv.astype(v.dtype)))
+    dk, dv = _rotate(((dk / scale).astype(k.dtype), dv.astype(v.dtype)), -1)
     unfold = partial(_unfold, q.shape[1])
     return unfold(dq / scale).astype(q.dtype), unfold(dk), unfold(dv), None
 
@@ -153,10 +154,24 @@ _dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
 _add = partial(jax.tree.map, jnp.add)
 
 
-def _rotate(tree):
-    """From each rank to the next; nothing moves on one."""
+def _hops(step, carry, distances):
+    """A loop; written out where `unrolled`."""
+    one = lambda carry, distance: (step(carry, distance), None)
+    return lax.scan(one, carry, distances, unroll=unrolled())[0]
+
+
+def unrolled() -> bool:
+    """Whether this is traced for CPUs. There a collective waits until the loop before it has started, not until it has
+    ended: with other collectives in the loop, devices may meet in different ones, and hang. Written out, hops are in
+    order, but XLA sends early: every block of a layer is held for as long as its attention takes."""
+    device = jax.sharding.get_abstract_mesh().abstract_device  # None on an AbstractMesh
+    return device is not None and device.platform == "cpu"
+
+
+def _rotate(tree, by: int):
+    """From each rank to the one `by` further; nothing moves on one."""
     n = lax.axis_size("seq")
-    return tree if n == 1 else lax.ppermute(tree, "seq", [(r, (r + 1) % n) for r in range(n)])
+    return tree if n == 1 else lax.ppermute(tree, "seq", [(r, (r + by) % n) for r in range(n)])
 
 
 def _at(tree, i):

@@ -32,6 +32,7 @@ class Tensor:
     shape: tuple[int, ...]
     spec: P  # placement with fsdp applied (ZeRO-3)
     std: float  # of the initial normal distribution; 0 for zeros and 1 for ones
+    first: int = 0  # the number of its first layer
 
     @property
     def size(self) -> int:
@@ -48,7 +49,7 @@ class Tensor:
     @property
     def matrix(self) -> bool:
         """Multiplied with activations, rather than scaling or shifting them: what decays, is cast and is gathered."""
-        return sum(dim != "L" for dim in self.dims.split()) == 2
+        return len(self.dims.removeprefix("L ").removeprefix("E ").split()) == 2
 
 
 class LM(NamedTuple):
@@ -56,11 +57,15 @@ class LM(NamedTuple):
 
     table: Any  # pytree of Tensor
     embed: Callable  # params, Tokens, Strategy -> x [B T D], frame (what every block reads besides x)
-    block: Callable  # x, one layer's weights, frame -> x
+    stacks: Callable  # params, frame -> the weights of its blocks, in stacks of equal layers
+    block: Callable  # x, one layer's weights, frame -> x, sums that its experts are balanced by
     norm: Callable  # params, x -> h [B T D]
     project: Callable  # params -> (h [... D] -> logits [... V] float32); gathers the head once
     prefill: Callable  # params, ids [B S], lengths [B], Strategy -> h [B 1 D] after the last token, cache
     extend: Callable  # params, ids [B S], cache, lengths [B], window -> h [B S D], cache
+    penalty: Callable  # sums -> auxiliary loss, to be divided by the tokens of an update
+    settle: Callable  # parameters after an update, its sums -> parameters, their experts balanced
+    observe: Callable  # sums -> metrics
     heads: tuple[int, int]  # query and key/value heads: what the tensor axis must divide
     vocab: int
     compute: str  # the dtype that matrices are multiplied in
@@ -98,7 +103,7 @@ def init(table, key, zero: int = 3, dtype=jnp.float32):
         spec = t.placed(zero)
         if t.std in (0, 1):
             return jnp.full(t.shape, t.std, dtype, out_sharding=spec)
-        k = jax.random.fold_in(key, crc32(t.name.encode()))
+        k = jax.random.fold_in(key, crc32(t.name.encode()) + t.first)
         return (jax.random.normal(k, t.shape, jnp.float32, out_sharding=spec) * t.std).astype(dtype)
 
     return map_table(one, table)

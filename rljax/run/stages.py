@@ -27,8 +27,14 @@ from rljax.run.run import Run
 from rljax.train.step import start, update
 from rljax.types import Assessed, Rollout, TrainState
 
-# Where XLA fuses, it would keep bfloat16 values in float32: the same policy, scored by two programs, would then differ.
-compiled = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+OPTIONS = {
+    # Where XLA fuses, it would keep bfloat16 values in float32: the same policy, scored by two programs, would differ.
+    "xla_allow_excess_precision": False,
+    # On TPU it would move the reduce-scatter of an accumulated gradient behind the loop, undoing ZeRO-2, and fails to
+    # at ZeRO-3: openxla/xla#49143.
+    "xla_disable_hlo_passes": "while-loop-all-reduce-code-motion",
+}
+compiled = partial(jax.jit, compiler_options=OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,10 @@ class Stages(NamedTuple):
 def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bool = True) -> Place:
     """The devices and placement of a role in a stage. UserError where the model does not fit the layout."""
     placement = mesh.placement(stage, role, trainable)
+    if placement.layout.pipe > 1:
+        raise UserError(
+            f"{mesh.path}: [{stage}] pipe = {placement.layout.pipe}: pipelines do not run yet; pipe = 1 does"
+        )
     rules = misfits(lm, placement)
     if rules:
         raise UserError(f"{mesh.path}: [{stage}] {placement.layout} does not fit roles.{role}.lm: {'; '.join(rules)}")
@@ -154,8 +164,9 @@ def build(run: Run, mesh: MeshFile) -> Stages:
     def refer(params, rollout: Rollout) -> np.ndarray:
         b, t = rollout.mask.shape
         rollout = fit(rollout, ref.rows, ref.columns)
+        tokens = rollout.tokens.replace(routes=None)  # the reference chooses its own experts
         with jax.set_mesh(ref.mesh):
-            return jax.device_get(referred(params, *ref.put((rollout.tokens, rollout.mask))))[:b, :t]
+            return jax.device_get(referred(params, *ref.put((tokens, rollout.mask))))[:b, :t]
 
     def step(state: TrainState, batch: Assessed):
         with jax.set_mesh(train.mesh):

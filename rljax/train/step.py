@@ -44,7 +44,7 @@ def update(
     An update whose loss or gradient is not finite changes nothing but `state.skipped`.
     """
     weights = objective.reduction(batch.rollout.mask)
-    loss, sums, largest, grads = gradients(
+    loss, sums, largest, layers, grads = gradients(
         state.params, batch, weights, lm=lm, objective=objective, adjust=adjust, on_policy=on_policy, strategy=strategy
     )
     norm = optax.tree.norm(grads)
@@ -53,7 +53,7 @@ def update(
     deltas, opt = optimizer.update(grads, state.optimizer, mine)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     skipped = jnp.where(finite, 0, state.skipped + 1)
-    params = keep(optax.apply_updates(mine, deltas), mine)
+    params = keep(lm.settle(optax.apply_updates(mine, deltas), layers), mine)
     params = jax.tree.map(lambda new, old: jax.reshard(new, spec_of(old)), params, state.params)
     state = TrainState(state.step + 1, skipped, params, keep(opt, state.optimizer))
     tokens = jnp.maximum(jnp.sum(batch.rollout.mask), 1).astype(jnp.float32)
@@ -65,6 +65,7 @@ def update(
         "skipped": skipped.astype(jnp.float32),
         **means,
         **largest,
+        **lm.observe(layers),
     }
 
 
@@ -79,18 +80,21 @@ def gradients(
     on_policy: bool,
     strategy: Strategy,
 ):
-    """(loss, sums of metrics over masked tokens, maxima, gradient): all global, the gradient placed as its update is.
+    """(loss, sums of metrics over masked tokens, maxima, the layers' sums, gradient), all global.
+
+    The gradient is placed as its update is.
 
     Weights are marked as reduced over the axes that tokens are split over, so each microbatch adds its unreduced
     gradient and the replicas' sum happens once, after the loop. From ZeRO-2 on the sum over fsdp is scattered in each
     microbatch instead, so that no device accumulates a whole gradient (Rajbhandari et al. 2020, section 5).
     """
     zero = strategy.zero
+    tokens = jnp.maximum(jnp.sum(batch.rollout.tokens.segments > 0), 1).astype(jnp.float32)
 
     def loss(params, batch: Assessed, weights):
         rollout, mask = batch.rollout, batch.rollout.mask
         clean = lambda x: jnp.where(mask, x, 0.0)  # what the mask excludes may hold anything, NaN included
-        logp, entropy = logprobs(lm, params, rollout.tokens, mask, adjust, strategy)
+        logp, entropy, layers = logprobs(lm, params, rollout.tokens, mask, adjust, strategy)
         sampled = clean(rollout.logp)
         old = jax.lax.stop_gradient(logp) if on_policy else sampled
         each, seen = objective.loss(logp, old, clean(0.0 if batch.advantages is None else batch.advantages))
@@ -103,7 +107,8 @@ def gradients(
         each = each - objective.entropy * entropy if objective.entropy else each
         sums = {name: jnp.sum(clean(x.astype(jnp.float32))) for name, x in jax.lax.stop_gradient(seen).items()}
         largest = {"mismatch/max": jnp.max(jnp.abs(clean(gap)))}
-        return jnp.sum(jnp.where(mask, weights * each, 0.0)), (sums, largest)
+        total = jnp.sum(jnp.where(mask, weights * each, 0.0)) + lm.penalty(layers) / tokens
+        return total, (sums, largest, jax.lax.stop_gradient(layers))
 
     def split(x):
         """Rows [B] to [microbatches, B / microbatches], each taking rows from every device: nothing moves."""
@@ -131,7 +136,7 @@ def gradients(
         g = map_table(scattered, lm.table, g) if zero >= 2 else g
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, g), seen
 
-    grads, (losses, (sums, largest)) = jax.lax.scan(accumulate, zeros, parts)
+    grads, (losses, (sums, largest, layers)) = jax.lax.scan(accumulate, zeros, parts)
     grads = map_table(lambda t, g: jax.reshard(scattered(t, g), t.updated(zero)), lm.table, grads)
     total = lambda x: jax.tree.map(lambda v: jnp.sum(v, 0), x)
-    return total(losses), total(sums), jax.tree.map(lambda v: jnp.max(v, 0), largest), grads
+    return total(losses), total(sums), jax.tree.map(lambda v: jnp.max(v, 0), largest), total(layers), grads
