@@ -6,6 +6,7 @@ Run as a program, `python test_aot.py CASE` compiles one and prints what it need
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from math import prod
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from rljax.errors import RunFailed, UserError
 from rljax.mesh import BATCH, Layout, Strategy
 from rljax.mesh.verbs import axes_of, without
 from rljax.model.decoder import Decoder
+from rljax.model.moe import Experts
 from rljax.model.table import abstract, is_tensor, map_table
 from rljax.plan.topology import apart, report, topology
 from rljax.run.stages import OPTIONS
@@ -32,7 +34,8 @@ from rljax.types import Assessed, Rollout, Tokens
 
 ROWS = 16
 MODEL = dict(vocab=512, width=256, heads=8, kv_heads=4, head_dim=64, ffn=512, compute="bfloat16")
-AR, AG, RS = "all-reduce", "all-gather", "reduce-scatter"
+EXPERTS = Experts(count=8, top_k=2, width=256, balance=0.01)
+AR, AG, RS, A2A, CP = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
 
 
 class Case(NamedTuple):
@@ -41,28 +44,46 @@ class Case(NamedTuple):
     kinds: set[str]  # of its collectives
     strategy: dict = {}
     layers: int = 6  # scanned; few layers are unrolled
+    experts: Experts | None = None
+
+    @property
+    def model(self) -> Decoder:
+        return Decoder(**MODEL, layers=self.layers, experts=self.experts)
 
 
 LAYOUTS = {
     "data": (Layout(data=8), {AR}, dict(zero=0)),
+    "zero 1": (Layout(data=2, fsdp=4), {AR, AG, RS}, dict(zero=1, microbatches=2)),
+    "zero 2": (Layout(data=2, fsdp=4), {AR, AG, RS}, dict(zero=2, microbatches=2)),
     "fsdp": (Layout(fsdp=8), {AR, AG, RS}, {}),
     "microbatches": (Layout(data=2, fsdp=4), {AR, AG, RS}, dict(microbatches=2)),
+    "offload": (Layout(fsdp=8), {AR, AG, RS}, dict(remat="offload")),
     "tensor": (Layout(tensor=4, data=2), {AR}, dict(zero=0)),
-    "context": (Layout(fsdp=2, seq=2, tensor=2), {AR, AG, RS}, {}),
+    "tensor beyond key/value heads": (Layout(tensor=8), {AR, AG, RS}, {}),
+    "sequence parallel": (Layout(tensor=4, data=2), {AR, AG, RS}, dict(zero=0, sequence_parallel=True)),
+    "gathered keys": (Layout(fsdp=2, seq=2, tensor=2), {AR, AG, RS}, {}),
+    "ring": (Layout(fsdp=2, seq=4), {AR, AG, RS, CP}, dict(context="ring")),
+    "ulysses": (Layout(fsdp=2, seq=4), {AR, AG, RS, A2A}, dict(context="ulysses")),
+}
+GATHER, EXCHANGE = {"experts": EXPERTS}, {"experts": replace(EXPERTS, dispatch="exchange", capacity=2.0)}
+EXPERT_LAYOUTS = {
+    "experts gathered": (Layout(fsdp=2, tensor=2, expert=2), {AR, AG, RS}, {}, GATHER),
+    "experts exchanged": (Layout(fsdp=2, expert=4), {AR, AG, RS, A2A}, {}, EXCHANGE),
 }
 CASES = {"tiny": Case("v5e:2x4", Layout(fsdp=4, tensor=2), {AR, AG, RS}, layers=2)} | {
-    f"{chips} {name}": Case(chips, layout, kinds, strategy)
+    f"{chips} {name}": Case(chips, layout, kinds, strategy, **(more[0] if more else {}))
     for chips in ("v5e:2x4", "v5p:2x2x2", "h100:8")
-    for name, (layout, kinds, strategy) in LAYOUTS.items()
+    for name, (layout, kinds, strategy, *more) in {**LAYOUTS, **EXPERT_LAYOUTS}.items()
 }
-# over three dimensions of a torus XLA scatters no sum: every device gets the whole
-CASES["v5p:2x2x2 fsdp"] = CASES["v5p:2x2x2 fsdp"]._replace(kinds={AR, AG})
+for name in ("fsdp", "offload", "tensor beyond key/value heads"):
+    # over three dimensions of a torus XLA scatters no sum: every device gets the whole
+    CASES[f"v5p:2x2x2 {name}"] = CASES[f"v5p:2x2x2 {name}"]._replace(kinds={AR, AG})
 
 
 def compiled(case: Case):
     """The update of a decoder on sequences of 128 tokens for each part of the seq axis."""
     mesh, strategy = case.layout.mesh(topology(case.chips)), Strategy(**case.strategy)
-    lm = Decoder(**MODEL, layers=case.layers).build()
+    lm = case.model.build()
     objective = Objective(loss=Clip(0.2, 0.28), reduction=sequence_mean_token_mean, kl=0.1, entropy=0.01)
     optimizer = AdamW(lr=1e-2).build(10, map_table(lambda t: t.matrix, lm.table))
 
@@ -93,7 +114,7 @@ def state_bytes(case: Case) -> int:
         spec = t.spec if sharded else without(t.spec, "fsdp")
         return t.size // prod(getattr(case.layout, axis) for entry in spec for axis in axes_of(entry))
 
-    table = jax.tree.leaves(Decoder(**MODEL, layers=case.layers).build().table, is_leaf=is_tensor)
+    table = jax.tree.leaves(case.model.build().table, is_leaf=is_tensor)
     return 4 * sum(split(t, zero == 3) + 2 * split(t, zero >= 1) for t in table)
 
 
@@ -105,7 +126,7 @@ def batch_bytes(case: Case) -> int:
 
 def gathered_bytes(case: Case) -> int:
     """That a device sends at ZeRO-3: matrices in bfloat16, those of blocks once more as they are recomputed."""
-    table = Decoder(**MODEL, layers=case.layers).build().table
+    table = case.model.build().table
     matrices = lambda part: sum(t.size for t in jax.tree.leaves(part, is_leaf=is_tensor) if t.matrix)
     passes = matrices(table) + matrices(table.layers)
     n = case.layout.fsdp
@@ -125,7 +146,7 @@ def check(name: str) -> None:
     assert held["peak"] > held["arguments"]
     assert {*needs["collectives"]} == case.kinds
     assert needs["exact"] and needs["rematerialized"] == []
-    if AG in case.kinds and case.layout.seq == 1:  # attention gathers keys and values over seq
+    if name.endswith(("tiny", "fsdp", "microbatches", "offload")):  # weights are all that is gathered
         assert needs["collectives"][AG]["bytes"] == gathered_bytes(case)
 
 

@@ -172,8 +172,6 @@ def test_mesh_draws_a_schedule(folder, capsys, wrong):
     (folder / "pipe.toml").write_text(text.format("dualpipe").replace("= 4\ns", "= 2\ns"))
     assert "[train] microbatches = 2: dualpipe needs" in wrong("mesh", "pipe.toml", "--schedule")
     assert "give one of them" in wrong("mesh", "eight.toml", "--schedule", "--model", "small.py")
-    (folder / "pipe.toml").write_text(text.format("1f1b"))
-    assert "pipelines do not run yet" in wrong("train", "small.py", "--run-dir", "gone", "--mesh", "pipe.toml")
     (folder / "pipe.toml").unlink()
 
 

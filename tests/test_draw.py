@@ -59,7 +59,7 @@ def test_the_facts_of_the_file(eight):
     assert train["axes"] == {"data": 2, "fsdp": 2, "pipe": 1, "seq": 1, "tensor": 2, "expert": 1}
     assert (train["zero"], train["microbatches"], train["remat"], train["group"]) == (3, 1, "none", "all")
     assert train["devices"] == [0, 8] and train["batch"]["parts"] == 4
-    assert train["parameters"] == {"axes": ["fsdp", "tensor"], "parts": 4}
+    assert train["parameters"] == {"axes": ["fsdp", "pipe", "tensor"], "parts": 4}
     assert np.array(train["grid"]).shape == (2, 2, 1, 1, 2, 1)
     assert eight["stages"]["generate"]["parameters"]["parts"] == 1
     assert json.loads(json.dumps(eight)) == eight
@@ -84,9 +84,9 @@ def test_bytes_of_eight_by_hand(eight):
     gate = tensor("train", "actor", "gate_proj")
     assert gate == {
         "name": "model.layers.{}.mlp.gate_proj.weight", "dims": "L D F", "shape": [2, 64, 128],
-        "placement": [[], ["fsdp"], ["tensor"]], "bytes": 65536, "bytes_per_device": 16384,
+        "placement": [["pipe"], ["fsdp"], ["tensor"]], "bytes": 65536, "bytes_per_device": 16384,
     }  # fmt: skip
-    assert tensor("generate", "actor", "gate_proj")["placement"] == [[], [], ["tensor"]]  # fsdp means nothing at ZeRO 0
+    assert tensor("generate", "actor", "gate_proj")["placement"] == [["pipe"], [], ["tensor"]]  # ZeRO 0: no fsdp
     assert tensor("generate", "actor", "gate_proj")["bytes_per_device"] == 65536
     assert tensor("assess.reference", "reference", "gate_proj")["bytes_per_device"] == 32768
     assert tensor("train", "actor", "input_layernorm")["bytes_per_device"] == 2 * 64 * 4

@@ -45,11 +45,15 @@ LAYOUTS = {
     "gathered keys": (CONTEXT, {}),  # prompts of 6 tokens in 2 or 4 parts
     "ulysses": (Layout(data=4, seq=2), dict(context="ulysses")),
     "ring": (CONTEXT, dict(context="ring")),
+    "pipe": (Layout(pipe=2, data=2), {}),
+    "pipe fsdp tensor": (Layout(fsdp=2, pipe=2, tensor=2), dict(microbatches=4)),
+    "pipe ring": (Layout(data=2, pipe=2, seq=2), dict(context="ring")),
     "ring of 4, sequence parallel": (Layout(seq=4, tensor=2), dict(context="ring", sequence_parallel=True)),
 }
 EXPERTS = {
     "expert": ("experts", Layout(expert=8), {}),
     "fsdp tensor expert": ("deepseek", Layout(fsdp=2, tensor=2, expert=2), {}),
+    "pipe expert": ("experts", Layout(pipe=2, expert=2, data=2), {}),
     "exchange seq": ("exchange", Layout(data=2, seq=2, expert=2), dict(context="ring")),
 }
 KIND = np.arange(8 * N) % 3  # of each row: greedy, top-k 1, plain
@@ -377,10 +381,12 @@ def test_impossible_settings_are_one_line_errors(sampling, training, field):
     GREEDY.check(training=False), Sampling(0.6, 5, 0.9, 0.1).check(training=True)
 
 
-@pytest.mark.parametrize("case", ["one", "expert seq"])
+@pytest.mark.parametrize("case", ["one", "expert seq", "pipe"])
 def test_the_experts_chosen_travel_with_the_tokens(case):
     """Replayed with other weights, the policy is that of the sampler's experts; else each token chooses anew."""
-    layout, strategy = {"one": (ONE, {}), "expert seq": EXPERTS["exchange seq"][1:]}[case]
+    layout, strategy = {
+        "one": (ONE, {}), "expert seq": EXPERTS["exchange seq"][1:], "pipe": EXPERTS["pipe expert"][1:]
+    }[case]  # fmt: skip
     rollout = sampler(layout, "replay", **strategy)(Sampling())
     routes, inside = rollout.tokens.routes, rollout.tokens.segments > 0
     assert routes.shape == (*inside.shape, 2, 2) and routes.dtype == np.int16

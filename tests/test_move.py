@@ -47,6 +47,18 @@ def test_the_copy_outlives_its_source():
     assert tiny.identical(jax.device_get(served), tiny.weights("rich"))
 
 
+@pytest.mark.pitfall("T-74")
+@pytest.mark.parametrize("spec", [P("pipe"), P(), P("pipe", "fsdp")], ids=str)
+def test_no_shard_is_shared_with_the_source(spec):
+    """On meshes that order the same devices otherwise, too. Control: JAX's own copy shares those that stay."""
+    train, generate = Layout(fsdp=2, pipe=2, tensor=2), Layout(pipe=2, data=4)
+    at = lambda x: {s.device: s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
+    x, there = array(train, spec), sharding(generate, P(*spec[:1]))
+    shared = lambda y: [device for device, pointer in at(y).items() if pointer == at(x)[device]]
+    assert shared(move(x, there)) == []
+    assert bool(shared(jax.device_put(x, there, may_alias=False))) == (spec == P("pipe"))
+
+
 def array(layout, spec, shape=(16, 8), start=0):
     mesh = layout.mesh(jax.devices()[start : start + layout.devices])
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)

@@ -33,6 +33,7 @@ DEEPSEEK = replace(EXPERTS, shared=24, score="sigmoid", scale=2.5, groups=4, top
 MODELS = {
     "plain": Decoder(**SIZES),
     "rich": Decoder(**SIZES, qk_norm=True, qkv_bias=True, tied=True),
+    "deep": Decoder(**SIZES | dict(layers=4), qk_norm=True, tied=True),
     "experts": Decoder(**SIZES, experts=EXPERTS),
     "exchange": Decoder(**SIZES, experts=replace(EXPERTS, dispatch="exchange")),
     "replay": Decoder(**SIZES, experts=replace(EXPERTS, replay=True)),
@@ -207,7 +208,7 @@ class Step(NamedTuple):
 
 
 remember = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
-ADAMW = AdamW(lr=1e-2, weight_decay=0.1, clip=0.5, eps=1e-6)  # eps above rounding, which Adam would blow up to lr
+ADAMW = AdamW(lr=1e-2, weight_decay=0.1, clip=0.5, eps=1e-5)  # eps above rounding, which Adam would blow up to lr
 
 
 def same(logits, target):

@@ -12,24 +12,14 @@ import jax.numpy as jnp
 from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.generate.sampling import Sampling, sample
-from rljax.mesh import BATCH, Strategy, spec_of
+from rljax.generate.job import Job, repeat, windows
+from rljax.generate.relay import relay
+from rljax.generate.sampling import Sampling
+from rljax.mesh import BATCH, Strategy
 from rljax.mesh.placement import DEFAULT
 from rljax.model.order import by_token, columns
 from rljax.model.table import LM
 from rljax.types import LENGTH, STOP, Rollout, Tokens
-
-
-class Progress(NamedTuple):
-    """Rows in the middle of their completions."""
-
-    t: Int[Array, ""]  # tokens sampled
-    cache: object
-    lengths: Int[Array, "B"]  # tokens in the cache
-    token: Int[Array, "B"]  # the newest, not yet in the cache
-    done: Bool[Array, "B"]
-    ids: Int[Array, "B M"]
-    logp: Float[Array, "B M"]
 
 
 def generate(
@@ -55,56 +45,19 @@ def generate(
     (key, uid, sample, t) alone, so not on the layout, the batch or its order.
     """
     u, p = prompts.shape
-    chunks = ceil((max_new - 1) / chunk)
-    chunk = ceil((max_new - 1) / max(chunks, 1))
-    width = 1 + chunks * chunk
-    project = lm.project(params)
-
-    def born(shape, value, dtype):
-        return jnp.full(shape, value, dtype, out_sharding=P(BATCH, *(None,) * (len(shape) - 1)))
-
-    def repeat(x, axis):
-        """Rows of prompts [U] to rows of completions [U * n], neighbors staying on one device."""
-        wide = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*x.shape[: axis + 1], n, *x.shape[axis + 1 :]))
-        return jnp.reshape(wide, (*x.shape[:axis], u * n, *x.shape[axis + 1 :]), out_sharding=spec_of(x))
-
-    def draw(h: Float[Array, "R D"], t):
-        return sample(project(h), jax.vmap(jax.random.fold_in, (0, None))(keys, t), sampling)
-
-    wide = jnp.pad(prompts, ((0, 0), (0, -p % columns(strategy))))
-    last, cache = lm.prefill(params, wide, prompt_length, strategy)
-
-    def grown(c):
-        """A cache of completions, with room for their tokens: rows [L U C T ...] to [L U * n, C, slots, ...]."""
-        more = max(0, -(-(p + width) // c.shape[2]) - c.shape[3])
-        empty = -1 if jnp.issubdtype(c.dtype, jnp.integer) else 0
-        return jnp.pad(repeat(c, 1), [(0, more if d == 3 else 0) for d in range(c.ndim)], constant_values=empty)
-
-    cache = jax.tree.map(grown, cache)
-    prompts, prompt_length, uid, last = (repeat(x, 0) for x in (prompts, prompt_length, uid, last[:, 0]))
     index = jax.reshard(jnp.arange(u * n, dtype=jnp.int32) % n, P(BATCH))
-    keys = jax.vmap(lambda a, b: jax.random.fold_in(jax.random.fold_in(key, a), b))(uid.astype(jnp.uint32), index)
-
-    is_stop = lambda ids: jnp.any(jnp.stack([ids == s for s in stop]), 0) if stop else jnp.zeros_like(ids, bool)
-    put = lambda buffer, x, t: lax.dynamic_update_slice_in_dim(buffer, x[:, None], t, 1)
-    token, logp = draw(last, 0)
-    state = Progress(
-        jnp.int32(1), cache, prompt_length, token, is_stop(token) | (uid < 0),
-        put(born((u * n, width), 0, jnp.int32), token, 0), put(born((u * n, width), 0, jnp.float32), logp, 0),
+    owner = repeat(uid, n)
+    keys = jax.vmap(lambda a, b: jax.random.fold_in(jax.random.fold_in(key, a), b))(owner.astype(jnp.uint32), index)
+    chunks = ceil((max_new - 1) / chunk)
+    job = Job(
+        lm, strategy, jnp.pad(prompts, ((0, 0), (0, -p % columns(strategy)))), prompt_length, keys, owner < 0, sampling,
+        n, p, stop, ceil((max_new - 1) / max(chunks, 1)), chunks,
     )  # fmt: skip
-
-    def step(s: Progress, window: int) -> Progress:
-        h, cache = lm.extend(params, s.token[:, None], s.cache, s.lengths, window)
-        token, logp = draw(h[:, 0], s.t)
-        ids, logps = put(s.ids, token, s.t), put(s.logp, logp, s.t)
-        return Progress(s.t + 1, cache, s.lengths + 1, token, s.done | is_stop(token), ids, logps)
-
-    for until, window in windows(p, chunk, chunks):
-        scan = lambda s, window=window: lax.scan(lambda s, _: (step(s, window), None), s, None, chunk)[0]
-        state = lax.while_loop(lambda s, until=until: (s.t <= until) & ~jnp.all(s.done), scan, state)
-
-    ids, logp = state.ids[:, :max_new], state.logp[:, :max_new]
-    stopped = is_stop(ids)
+    complete = relay if jax.sharding.get_abstract_mesh().shape["pipe"] > 1 else _complete
+    ids, logp, routes = complete(job, params)
+    ids, logp, uid = ids[:, :max_new], logp[:, :max_new], owner
+    prompts, prompt_length = repeat(prompts, n), repeat(prompt_length, n)
+    stopped = job.stops(ids)
     ended = jnp.any(stopped, -1)
     made = jnp.where(ended, jnp.argmax(stopped, -1).astype(jnp.int32) + 1, max_new)
     made = jnp.where(uid < 0, 0, made)
@@ -116,7 +69,6 @@ def generate(
     length = prompt_length + made
     inside = t < length[:, None]
     mask = inside & (t >= prompt_length[:, None])
-    routes = getattr(state.cache, "routes", None)
     tokens = Tokens(
         jnp.where(inside, jax.vmap(paste)(prompts, ids, prompt_length), 0),
         jnp.where(inside, t, 0),
@@ -129,10 +81,38 @@ def generate(
     )  # fmt: skip
 
 
-def windows(prompt: int, chunk: int, chunks: int) -> list[tuple[int, int]]:
-    """(tokens sampled by then, slots read until then) of each loop: chunks are grouped so that the slots double."""
-    plan, j = [], 0
-    while j < chunks:
-        j = min(chunks, j + max(1, (prompt + j * chunk) // chunk))
-        plan.append((j * chunk, prompt + j * chunk))
-    return plan
+class Progress(NamedTuple):
+    """Rows in the middle of their completions."""
+
+    t: Int[Array, ""]  # tokens sampled
+    caches: tuple
+    lengths: Int[Array, "B"]  # tokens in the cache
+    token: Int[Array, "B"]  # the newest, not yet in the cache
+    done: Bool[Array, "B"]
+    ids: Int[Array, "B M"]
+    logp: Float[Array, "B M"]
+
+
+def _complete(job: Job, params):
+    """ids and log-probabilities [R M] of all rows, and what routes their caches hold: every device decodes its rows."""
+    last, caches = job.lm.prefill(params, job.prompts, job.lengths, job.strategy)
+    project = job.lm.project(params)
+    caches = tuple(jax.tree.map(job.grown, cache) for cache in caches)
+    token, logp = job.draw(project(repeat(last[:, 0], job.n)), 0)
+    buffer = lambda dtype: jnp.zeros((len(token), job.width), dtype, out_sharding=P(BATCH, None))
+    put = lambda buffer, x, t: lax.dynamic_update_slice_in_dim(buffer, x[:, None], t, 1)
+    state = Progress(
+        jnp.int32(1), caches, repeat(job.lengths, job.n), token, job.filler | job.stops(token),
+        put(buffer(jnp.int32), token, 0), put(buffer(jnp.float32), logp, 0),
+    )  # fmt: skip
+
+    def step(s: Progress, window: int) -> Progress:
+        h, caches = job.lm.extend(params, s.token[:, None], s.caches, s.lengths, window)
+        token, logp = job.draw(project(h[:, 0]), s.t)
+        ids, logps = put(s.ids, token, s.t), put(s.logp, logp, s.t)
+        return Progress(s.t + 1, caches, s.lengths + 1, token, s.done | job.stops(token), ids, logps)
+
+    for until, window in windows(job.prompt, job.chunk, job.chunks):
+        scan = lambda s, window=window: lax.scan(lambda s, _: (step(s, window), None), s, None, job.chunk)[0]
+        state = lax.while_loop(lambda s, until=until: (s.t <= until) & ~jnp.all(s.done), scan, state)
+    return state.ids, state.logp, getattr(state.caches[-1], "routes", None)

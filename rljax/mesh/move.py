@@ -4,6 +4,7 @@ from functools import lru_cache
 from math import prod
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 
@@ -17,7 +18,21 @@ def move(tree, shardings, share: bool = False):
     for (path, x), target in zip(jax.tree.leaves_with_path(moved), jax.tree.leaves(shardings), strict=True):
         if not x.sharding.is_equivalent_to(target, x.ndim):
             raise RuntimeError(f"{jax.tree_util.keystr(path)} arrived as {x.sharding}, not {target}")
-    return moved
+    return moved if share else jax.tree.map(_own, tree, moved)
+
+
+def _own(old, new):
+    """`new` with buffers of its own: where a mesh orders devices otherwise, JAX shares those shards that stay."""
+    stay = isinstance(old, jax.Array) and _some_stay(new.shape, old.sharding, new.sharding)
+    return jnp.copy(new) if stay else new
+
+
+@lru_cache(maxsize=4096)
+def _some_stay(shape: tuple[int, ...], source: Sharding, target: Sharding) -> bool:
+    """Whether some device has the very shard that it needs, among others that have not."""
+    held, needed = (s.devices_indices_map(shape) for s in (source, target))
+    same = [held.get(device) == index for device, index in needed.items()]
+    return any(same) and not source.is_equivalent_to(target, len(shape))
 
 
 def bytes_to_move(tree, shardings) -> int:

@@ -48,6 +48,17 @@ def within() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def rows() -> tuple[str, ...]:
+    """The axes that types split a batch over: within a pipeline some are manual."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in BATCH if axis not in manual)
+
+
+def whole(x, axis: str):
+    """x where a mesh axis of size 1 splits nothing: a scan takes no xs whose first dimension is split."""
+    return jax.reshard(x, P(*without(spec_of(x), axis).partitions, reduced=spec_of(x).reduced))
+
+
 def reduced(x, axes=TOKENS):
     """The same weights, their gradient left as one unreduced sum per device over `axes` until this is transposed.
 

@@ -5,28 +5,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jax.ad_checkpoint import checkpoint_name
-from jax.ad_checkpoint import checkpoint_policies as policies
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from rljax.mesh import BATCH, Strategy, shards, spec_of
+from rljax.mesh import Strategy, shards, spec_of
 from rljax.mesh.placement import DEFAULT
-from rljax.model import nn, order
-from rljax.model.table import LM, UNROLL
+from rljax.mesh.verbs import rows, whole
+from rljax.model import nn, order, pipeline
+from rljax.model.microbatches import cut, join
+from rljax.model.stack import through
+from rljax.model.table import LM
 from rljax.types import Tokens
 
-# What the backward pass finds stored, per block. Weights gathered over fsdp are never kept: keeping them undoes ZeRO-3.
-REMAT = {
-    "none": policies.save_anything_except_these_names("gathered"),
-    "block": policies.nothing_saveable,
-    "names": policies.save_only_these_names("attention", "ffn"),
-    "offload": policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(),
-        names_which_can_be_offloaded=("block",),  # what enters each block waits in host memory
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-}
 LOGITS = 2**24  # float32 logits that may live on a device at a time (64 MiB)
 
 
@@ -36,9 +25,9 @@ def hidden(lm: LM, params, tokens: Tokens, strategy: Strategy = DEFAULT) -> tupl
     Tokens come, and states go, in the order in which `strategy` splits T over seq (`order.deal`).
     """
     x, frame = lm.embed(params, tokens, strategy)
-    step = jax.checkpoint(lambda x, w: lm.block(checkpoint_name(x, "block"), w, frame), policy=REMAT[strategy.remat])
-    for stack in lm.stacks(params, frame):
-        x, sums = lax.scan(step, x, stack, unroll=len(jax.tree.leaves(stack)[0]) <= UNROLL)
+    for layers in lm.stacks(params, frame):
+        layers = jax.tree.map(lambda w: whole(w, "pipe"), layers)
+        x, sums = through(lambda x, w: lm.block(x, w, frame), x, layers, strategy.remat)
     return lm.norm(params, x), sums
 
 
@@ -54,25 +43,51 @@ def logprobs(
     """Log-probability of each masked token given those before it, and the entropy of its distribution, in float32.
 
     0 off the mask. The third result is what the blocks sum. `adjust` turns logits into those of the distribution
-    sampled from (temperature, truncation). Positions go through the vocabulary in chunks of at most `logits` values a device, recomputed in the backward pass,
+    sampled from (temperature, truncation).
+    Positions go through the vocabulary in chunks of at most `logits` values a device, recomputed in the backward pass,
+    and a chunk in which no row needs a position is skipped: no `[B T V]` array ever lives.
+    """
+    if jax.sharding.get_abstract_mesh().shape["pipe"] == 1:
+        h, sums = hidden(lm, params, order.deal(tokens, strategy), strategy)
+        return *scores(lm, params, h, tokens.ids, mask, adjust, strategy, logits), sums
+
+    def tail(head, x, part):
+        return scores(lm, head, lm.norm(head, x), *part, adjust, strategy, logits)
+
+    tokens, mask = cut((tokens, mask), strategy.microbatches)
+    out, sums = pipeline.forward(lm, params, tokens, (tokens.ids, mask), tail, strategy)
+    return *join(out), sums
+
+
+def scores(
+    lm: LM,
+    params,
+    h: Float[Array, "B T D"],
+    ids: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    adjust: Callable,
+    strategy: Strategy,
+    logits: int = LOGITS,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """What `logprobs` makes of hidden states, which come in the order that `strategy` deals tokens in.
+
+    Positions go through the vocabulary in chunks of at most `logits` values a device, recomputed in the backward pass,
     and a chunk in which no row needs a position is skipped: no `[B T V]` array ever lives.
     """
     early = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1)))  # entry t now belongs to the state before the token
-    target, wanted = early(tokens.ids), early(mask)
-    tokens, target, wanted = order.deal((tokens, target, wanted), strategy)
-    h, sums = hidden(lm, params, tokens, strategy)
+    target, wanted = order.deal((early(ids), early(mask)), strategy)
     h = nn.whole(h)
     project = lm.project(params)
-    b, t = tokens.ids.shape
-    rows, seq = shards(h, 0), shards(h, 1)
+    b, t = ids.shape
+    ways, seq = shards(h, 0), shards(h, 1)
     vocab = lm.vocab // jax.typeof(h).sharding.mesh.shape["tensor"]
-    most = max(1, logits // (b // rows * vocab))
+    most = max(1, logits // (b // ways * vocab))
     size = max(c for c in range(1, t // seq + 1) if t // seq % c == 0 and c <= most)
     n = t // seq // size
     fold = lambda x, *spec: jnp.reshape(
         x,
         (b, seq, n, size, *x.shape[2:]),
-        out_sharding=P(BATCH, "seq", None, None, *spec, reduced=spec_of(x).reduced),
+        out_sharding=P(rows(), "seq", None, None, *spec, reduced=spec_of(x).reduced),
     )
 
     def some(h, target, wanted):
@@ -98,8 +113,8 @@ def logprobs(
     _, out = lax.scan(jax.checkpoint(chunk), None, scanned)
 
     def late(x):
-        x = jnp.reshape(jnp.moveaxis(x, 0, 2), (b, t), out_sharding=P(BATCH, "seq"))
-        x = order.collect(jax.reshard(x, P(BATCH, None)), strategy)
+        x = jnp.reshape(jnp.moveaxis(x, 0, 2), (b, t), out_sharding=P(rows(), "seq"))
+        x = order.collect(jax.reshard(x, P(rows(), None)), strategy)
         return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
-    return *jax.tree.map(late, out), sums
+    return jax.tree.map(late, out)

@@ -15,6 +15,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from rljax.mesh import Placement
+from rljax.mesh.schedule import legal
 from rljax.mesh.verbs import axes_of, without
 
 # So few layers are unrolled rather than scanned: scanned, kept activations are copied in and out of stacks, which took
@@ -57,12 +58,15 @@ class LM(NamedTuple):
 
     table: Any  # pytree of Tensor
     embed: Callable  # params, Tokens, Strategy -> x [B T D], frame (what every block reads besides x)
-    stacks: Callable  # params, frame -> the weights of its blocks, in stacks of equal layers
+    stacks: Callable  # params, frame, start -> the weights of its blocks, in stacks of equal layers
     block: Callable  # x, one layer's weights, frame -> x, sums that its experts are balanced by
     norm: Callable  # params, x -> h [B T D]
     project: Callable  # params -> (h [... D] -> logits [... V] float32); gathers the head once
-    prefill: Callable  # params, ids [B S], lengths [B], Strategy -> h [B 1 D] after the last token, cache
-    extend: Callable  # params, ids [B S], cache, lengths [B], window -> h [B S D], cache
+    fill: Callable  # a stack, x, frame, Strategy -> x, its cache
+    enter: Callable  # params, ids [B S] that follow others -> x
+    advance: Callable  # a stack, x, its cache, lengths [B], window, its first layer in the cache -> x, its cache
+    prefill: Callable  # params, ids [B S], lengths [B], Strategy -> h [B 1 D] after the last token, caches
+    extend: Callable  # params, ids [B S], caches, lengths [B], window -> h [B S D], caches
     penalty: Callable  # sums -> auxiliary loss, to be divided by the tokens of an update
     settle: Callable  # parameters after an update, its sums -> parameters, their experts balanced
     observe: Callable  # sums -> metrics
@@ -132,13 +136,17 @@ def misfits(lm: LM, placement: Placement) -> list[str]:
             f'context = "ulysses" splits {shared} key/value heads over tensor={layout.tensor} and seq={layout.seq}, '
             f'which do not divide them: seq={fits} or context = "ring" would'
         )
+    if placement.context == "ring" and placement.schedule != "gpipe" and min(layout.seq, layout.pipe) > 1:
+        lines.append(f'context = "ring" within pipe={layout.pipe} needs schedule = "gpipe", not "{placement.schedule}"')
     for t in jax.tree.leaves(lm.table, is_leaf=is_tensor):
+        if "pipe" in axes_of(t.spec[0]):
+            lines.append(legal(placement.schedule, layout.pipe, placement.microbatches, t.shape[0]))
         for dim, size, entry in zip(t.dims.split(), t.shape, t.updated(placement.zero)):
             ways = prod(getattr(layout, axis) for axis in axes_of(entry))
-            if size % ways:
+            if size % ways and dim != "L":
                 over = " ".join(f"{axis}={getattr(layout, axis)}" for axis in axes_of(entry))
                 lines.append(f"{t.name}: dimension {dim} = {size} does not divide over {over}: {_fits(size)} would")
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(filter(None, lines)))
 
 
 def _fits(n: int) -> str:

@@ -18,7 +18,7 @@ def evaluate(run: Run, stages: Stages, params) -> tuple[dict[str, float], list[d
     `params` are on the generation mesh. eval/exact_match is the mean of the run's first reward.
     """
     problems = run.task.batch(run.evaluation.problems, SEED, 0, held_out=True)
-    rows = stages.generate.placement.layout.rows
+    rows = stages.generate.rows
     prompts = encode_prompts(problems, run.tokenizer, run.max_prompt, rows, first_uid=0)
     metrics, samples = {}, []
     for name, sampling in (("", Sampling()), ("_greedy", Sampling(temperature=0.0))):

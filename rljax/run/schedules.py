@@ -99,7 +99,7 @@ def train(run: Run, stages: Stages, state: TrainState, assessed: Assessed, step:
 
 def problems_of(run: Run, stages: Stages, step: int) -> Prompts:
     problems = run.task.batch(run.prompts, run.seed, step)
-    rows = stages.generate.placement.layout.rows
+    rows = stages.generate.rows
     return encode_prompts(problems, run.tokenizer, run.max_prompt, rows, first_uid=(step - 1) * run.prompts)
 
 

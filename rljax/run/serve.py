@@ -48,7 +48,7 @@ def complete(
         raise UserError('nothing to complete: give --prompt TEXT or --ids "1 2 3"')
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token")
-    multiple = stages.generate.placement.layout.rows
+    multiple = stages.generate.rows
     rows = -(-len(prompts) // multiple) * multiple
     batch = Prompts(*prompt_rows(prompts, range(len(prompts)), rows, max(map(len, prompts))), [], 0)
     rollout = real(stages.complete(params, batch, seed, 0, 0, sampling, n))

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from rljax.data.rows import Prompts, fit
 from rljax.errors import UserError
 from rljax.generate.decode import generate
+from rljax.generate.relay import in_flight
 from rljax.generate.sampling import Sampling
 from rljax.mesh import BATCH
 from rljax.mesh.file import MeshFile, Placement
@@ -43,11 +44,12 @@ class Place:
 
     mesh: jax.sharding.Mesh
     placement: Placement
+    pieces: int  # that rows are cut into: microbatches, or the groups in flight where a pipeline generates
 
     @property
     def rows(self) -> int:
-        """What the number of rows must be a multiple of."""
-        return self.placement.layout.rows * self.placement.microbatches
+        """What the number of rows (of prompts, where it generates) must be a multiple of."""
+        return self.placement.layout.rows * self.pieces
 
     @property
     def columns(self) -> int:
@@ -55,10 +57,17 @@ class Place:
         tile = BLOCKS[-1] if self.mesh.devices.flat[0].platform == "tpu" else 1
         return self.placement.columns(asdict(self.placement.layout)) * tile
 
+    def where(self, x) -> NamedSharding:
+        """Rows are split over the batch axes, scalars are on all devices."""
+        return NamedSharding(self.mesh, P(BATCH, *(None,) * (x.ndim - 1)) if x.ndim else P())
+
     def put(self, tree):
-        """Rows onto the devices, split over the batch axes; scalars onto all."""
-        where = lambda x: NamedSharding(self.mesh, P(BATCH, *(None,) * (x.ndim - 1)) if x.ndim else P())
-        return jax.device_put(tree, jax.tree.map(where, tree))
+        """Rows and scalars onto the devices."""
+        return jax.device_put(tree, jax.tree.map(self.where, tree))
+
+    def abstract(self, tree):
+        """Rows and scalars without values: what a compiler needs to know of them."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.where(x)), tree)
 
     def shardings(self, lm: LM):
         return shardings(lm.table, self.mesh, self.placement.zero)
@@ -84,26 +93,28 @@ class Stages(NamedTuple):
         return {name: program._cache_size() for name, program in self.programs.items()}
 
 
-def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bool = True) -> Place:
+def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bool = True, devices=None) -> Place:
     """The devices and placement of a role in a stage. UserError where the model does not fit the layout."""
     placement = mesh.placement(stage, role, trainable)
-    if placement.layout.pipe > 1:
-        raise UserError(
-            f"{mesh.path}: [{stage}] pipe = {placement.layout.pipe}: pipelines do not run yet; pipe = 1 does"
-        )
     rules = misfits(lm, placement)
     if rules:
         raise UserError(f"{mesh.path}: [{stage}] {placement.layout} does not fit roles.{role}.lm: {'; '.join(rules)}")
-    return Place(placement.layout.mesh(jax.devices()[mesh.devices_of(placement)]), placement)
+    devices = jax.devices() if devices is None else devices
+    pieces = in_flight(placement) if stage == "generate" else placement.microbatches
+    return Place(placement.layout.mesh(devices[mesh.devices_of(placement)]), placement, pieces)
 
 
-def build(run: Run, mesh: MeshFile) -> Stages:
-    """Everything compiled lazily, each function once for each shape it meets."""
+def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
+    """Everything compiled lazily, each function once for each shape it meets.
+
+    `devices` are those that JAX sees, or absent ones (rljax.plan.topology), for which programs can only be compiled.
+    """
+    at = partial(place, mesh, devices=devices)
     lm = run.roles["actor"].lm.build()
-    train, gen = place(mesh, lm, "train"), place(mesh, lm, "generate", trainable=True)
+    train, gen = at(lm, "train"), at(lm, "generate")
     frozen = run.roles.get("reference")
     ref_lm = frozen.lm.build() if frozen else lm
-    ref = place(mesh, ref_lm, "assess", "reference", trainable=False) if frozen else None
+    ref = at(ref_lm, "assess", "reference", trainable=False) if frozen else None
     matrices = map_table(lambda t: t.matrix, lm.table)
     optimizer = run.roles["actor"].optimizer.build(run.updates, matrices)
 

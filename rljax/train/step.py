@@ -9,7 +9,9 @@ from jax import P
 
 from rljax.mesh import Strategy, reduced, scatter, spec_of
 from rljax.mesh.verbs import TOKENS, axes_of
-from rljax.model.forward import logprobs
+from rljax.model.forward import logprobs, scores
+from rljax.model.microbatches import cut
+from rljax.model.pipeline import value_and_grad
 from rljax.model.table import LM, map_table
 from rljax.train.losses import k3
 from rljax.train.objectives import Objective
@@ -91,10 +93,10 @@ def gradients(
     zero = strategy.zero
     tokens = jnp.maximum(jnp.sum(batch.rollout.tokens.segments > 0), 1).astype(jnp.float32)
 
-    def loss(params, batch: Assessed, weights):
+    def judge(logp, entropy, batch: Assessed, weights):
+        """The loss of a microbatch, a sum, and what metrics are made of."""
         rollout, mask = batch.rollout, batch.rollout.mask
         clean = lambda x: jnp.where(mask, x, 0.0)  # what the mask excludes may hold anything, NaN included
-        logp, entropy, layers = logprobs(lm, params, rollout.tokens, mask, adjust, strategy)
         sampled = clean(rollout.logp)
         old = jax.lax.stop_gradient(logp) if on_policy else sampled
         each, seen = objective.loss(logp, old, clean(0.0 if batch.advantages is None else batch.advantages))
@@ -107,14 +109,28 @@ def gradients(
         each = each - objective.entropy * entropy if objective.entropy else each
         sums = {name: jnp.sum(clean(x.astype(jnp.float32))) for name, x in jax.lax.stop_gradient(seen).items()}
         largest = {"mismatch/max": jnp.max(jnp.abs(clean(gap)))}
-        total = jnp.sum(jnp.where(mask, weights * each, 0.0)) + lm.penalty(layers) / tokens
-        return total, (sums, largest, jax.lax.stop_gradient(layers))
+        return jnp.sum(jnp.where(mask, weights * each, 0.0)), (sums, largest)
 
-    def split(x):
-        """Rows [B] to [microbatches, B / microbatches], each taking rows from every device: nothing moves."""
-        rows = x.shape[0] // strategy.microbatches
-        spec = P(spec_of(x).partitions[0], None, *spec_of(x).partitions[1:])
-        return jnp.moveaxis(jnp.reshape(x, (rows, strategy.microbatches, *x.shape[1:]), out_sharding=spec), 1, 0)
+    total = lambda x: jax.tree.map(jnp.sum, x)
+    peak = lambda x: jax.tree.map(jnp.max, x)
+    parts = cut((batch, weights), strategy.microbatches)
+    if jax.sharding.get_abstract_mesh().shape["pipe"] > 1:
+
+        def tail(head, x, part):
+            batch, weights = part
+            ids, mask = batch.rollout.tokens.ids, batch.rollout.mask
+            return judge(*scores(lm, head, lm.norm(head, x), ids, mask, adjust, strategy), batch, weights)
+
+        losses, (sums, largest), layers, grads = value_and_grad(
+            lm, params, parts[0].rollout.tokens, parts, 1 / tokens, tail, strategy
+        )
+        return total(losses), total(sums), peak(largest), layers, grads
+
+    def loss(params, batch: Assessed, weights):
+        rollout = batch.rollout
+        logp, entropy, layers = logprobs(lm, params, rollout.tokens, rollout.mask, adjust, strategy)
+        value, seen = judge(logp, entropy, batch, weights)
+        return value + lm.penalty(layers) / tokens, (seen, jax.lax.stop_gradient(layers))
 
     def scattered(t, g):
         """The share of a device in the sum over fsdp, where its update is split so and the gradient not yet."""
@@ -128,7 +144,6 @@ def gradients(
 
     held = jax.tree.map(reduced, params)
     zeros = map_table(empty, lm.table, params)
-    parts = jax.tree.map(split, (batch, weights))
     value = jax.value_and_grad(loss, has_aux=True)
 
     def accumulate(grads, part):
@@ -136,7 +151,7 @@ def gradients(
         g = map_table(scattered, lm.table, g) if zero >= 2 else g
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, g), seen
 
-    grads, (losses, (sums, largest, layers)) = jax.lax.scan(accumulate, zeros, parts)
+    grads, (losses, ((sums, largest), layers)) = jax.lax.scan(accumulate, zeros, parts)
     grads = map_table(lambda t, g: jax.reshard(scattered(t, g), t.updated(zero)), lm.table, grads)
-    total = lambda x: jax.tree.map(lambda v: jnp.sum(v, 0), x)
-    return total(losses), total(sums), jax.tree.map(lambda v: jnp.max(v, 0), largest), total(layers), grads
+    layers = jax.tree.map(lambda x: jnp.sum(x, 0), layers)
+    return total(losses), total(sums), peak(largest), layers, grads

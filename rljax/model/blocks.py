@@ -1,0 +1,152 @@
+"""A decoder on whole sequences: embedding, blocks, norm and head.
+
+`m` is the decoder's settings, a `decoder.Decoder`; `p` its `Params` and `w` the weights of one `Layer`.
+Placements are stated where arrays are born (the table, the embedding, a fresh cache); types carry them from there.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import P, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from rljax.mesh import Strategy, gather, island, reduced, shards, spec_of
+from rljax.mesh.verbs import axes_of, rows, without
+from rljax.model import attention, moe, nn
+from rljax.model.context import across
+from rljax.types import Tokens
+
+
+@struct.dataclass
+class Frame:
+    """What every block reads besides the residual stream."""
+
+    rope: tuple[Array, Array]
+    segments: attention.Segments
+    routes: Int[Array, "L B T k"] | None
+    context: str = struct.field(pytree_node=False)
+
+
+def weight(m, w: Array) -> Array:
+    """A matrix as its matmul reads it: in the compute dtype, whole over fsdp. Named, so that no remat keeps it."""
+    return checkpoint_name(gather(reduced(w.astype(m.compute)), "fsdp"), "gathered")
+
+
+def embed(m, p, tokens: Tokens, strategy: Strategy) -> tuple[Float[Array, "B T D"], Frame]:
+    """The residual stream, split over seq (and tensor) from here on, and the frame that its blocks share."""
+    split = lambda x: jax.reshard(x, P(rows(), "seq"))
+    x = look_up(m, p, tokens.ids, P(rows(), ("seq", "tensor") if strategy.sequence_parallel else "seq", None))
+    rope = nn.rope(split(tokens.positions), m.head_dim, m.rope_theta)
+    routes = None if tokens.routes is None else jnp.moveaxis(tokens.routes, 2, 0).astype(jnp.int32)
+    routes = None if routes is None else jax.reshard(routes, P(None, rows(), "seq", None))
+    return x, Frame(rope, attention.Segments(split(tokens.segments), tokens.segments), routes, strategy.context)
+
+
+def look_up(m, p, ids, spec: P):
+    """Rows of a table split over the vocabulary: each device looks up those it has, and tensor sums them.
+
+    The partitioner does the same with an indexed read, but ends in an all-reduce where `spec` wants a reduce-scatter.
+    """
+    w = weight(m, p.embed)
+    if "tensor" not in axes_of(spec.partitions[1]) or shards(w, 0) == 1:
+        return w.at[ids].get(out_sharding=spec)
+
+    def local(w, ids):
+        at = ids - lax.axis_index("tensor") * w.shape[0]
+        mine = (0 <= at) & (at < w.shape[0])
+        x = jnp.where(mine[..., None], w.at[jnp.where(mine, at, 0)].get(), 0)
+        return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+
+    return island(local, spec)(w, jax.reshard(ids, P(rows(), "seq")))
+
+
+def stacks(m, p, frame: Frame | None = None, start: int = 0) -> list:
+    """Dense layers and those with experts are not alike, so they are two stacks.
+
+    Of the second there may be but a part, from layer `start` of that stack on.
+    """
+    part = lambda x: lax.dynamic_slice_in_dim(x, start, len(p.layers.norm1))
+    routes = frame and jax.tree.map(part, frame.routes)
+    return [*[p.first] * bool(m.dense), p.layers.replace(routes=routes)]
+
+
+def block(m, x: Float[Array, "B T D"], w, frame: Frame) -> tuple[Float[Array, "B T D"], object]:
+    """One layer on whole sequences, and the sums that its experts are balanced by."""
+    q, k, v = queries(m, x, w, frame.rope)
+    x, sums, _ = rest(m, x, attend(m, q, k, v, frame), w, frame.segments.q)
+    return x, sums
+
+
+def attend(m, q, k, v, frame: Frame):
+    return across(frame.context, attention.FORMS[m.attention], q, k, v, frame.segments)
+
+
+def queries(m, x, w, table):
+    h = nn.whole(nn.rms_norm(x, w.norm1, m.norm_eps))
+
+    def heads(matrix, bias, n):
+        y = nn.matmul(h, weight(m, matrix))
+        y = y if bias is None else nn.shift(y, bias.astype(y.dtype))
+        y = _spread(y, n)
+        return jnp.reshape(y, (*y.shape[:2], -1, m.head_dim), out_sharding=P(*spec_of(y).partitions, None))
+
+    q, k, v = heads(w.wq, w.bq, m.heads), heads(w.wk, w.bk, m.kv_heads), heads(w.wv, w.bv, m.kv_heads)
+    if m.qk_norm:
+        q, k = nn.rms_norm(q, w.q_norm, m.norm_eps), nn.rms_norm(k, w.k_norm, m.norm_eps)
+    return nn.rotate(q, table), nn.rotate(k, table), v
+
+
+def _spread(y: Float[Array, "B T K*H"], heads: int) -> Float[Array, "B T K*H"]:
+    """Fewer heads than the tensor axis has devices: each device takes the whole head that its queries read."""
+    tensor = shards(y, 2)
+    if heads % tensor == 0:
+        return y
+
+    def local(y):
+        y = lax.all_gather(y, "tensor", axis=2, tiled=True)
+        width = y.shape[2] // heads
+        return lax.dynamic_slice_in_dim(y, lax.axis_index("tensor") * heads // tensor * width, width, 2)
+
+    return island(local, spec_of(y))(y)
+
+
+def rest(m, x, attended: Float[Array, "B T N H"], w, segments: Int[Array, "B T"]):
+    """What follows attention: its output projection and the feed-forward, each added to the stream.
+
+    Also the sums that experts are balanced by, and which of them each token chose.
+    """
+    b, t, *_ = attended.shape
+    a = jnp.reshape(attended, (b, t, m.heads * m.head_dim), out_sharding=P(*spec_of(attended).partitions[:3]))
+    x = x + checkpoint_name(nn.matmul(a, weight(m, w.wo), spec_of(x)), "attention")
+    h = nn.rms_norm(x, w.norm2, m.norm_eps)
+    y, *rest = _dense(m, h, w) if w.router is None else _mixture(m, h, w, segments)
+    return x + checkpoint_name(y, "ffn"), *rest
+
+
+def _dense(m, h: Float[Array, "B T D"], w):
+    return nn.swiglu(h, weight(m, w.gate), weight(m, w.up), weight(m, w.down)), (), None
+
+
+def _mixture(m, h: Float[Array, "B T D"], w, segments: Int[Array, "B T"]):
+    """Each token's experts, and those that all share. Padding has none."""
+    whole = P(*without(spec_of(h), "tensor").partitions)
+    router = reduced(weight(m, w.router), nn.split(h))
+    logits = jax.reshard(jnp.einsum("btd,de->bte", h, router, preferred_element_type=jnp.float32), whole)
+    routing = moe.route(m.experts, logits, w.router_bias, w.routes)
+    routing = routing._replace(ids=jnp.where(segments[..., None] > 0, routing.ids, m.experts.count))
+    matrices = (weight(m, w) for w in (w.gate, w.up, w.down))
+    y, dropped = moe.experts(m.experts, gather(h, "tensor"), routing, *matrices, out=spec_of(h))
+    if w.shared_gate is not None:
+        y = y + nn.swiglu(h, weight(m, w.shared_gate), weight(m, w.shared_up), weight(m, w.shared_down))
+    return y, moe.measure(m.experts, routing, logits, segments)._replace(dropped=dropped), routing.ids
+
+
+def norm(m, p, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return nn.rms_norm(x, p.norm, m.norm_eps)
+
+
+def project(m, p):
+    """Hidden states to logits, the head gathered once however often the result is called."""
+    w, eq = (weight(m, p.embed), "...d,vd->...v") if m.tied else (weight(m, p.unembed), "...d,dv->...v")
+    return lambda h: jnp.einsum(eq, h, w, preferred_element_type=jnp.float32)
