@@ -9,8 +9,8 @@ from rljax.data.rows import fit, real
 from rljax.mesh.file import MeshFile
 from rljax.run.run import Run
 from rljax.run.schedules import problems_of
-from rljax.run.stages import build
-from rljax.types import Assessed
+from rljax.run.stages import Stages, build
+from rljax.types import Assessed, Rollout, TrainState
 
 
 class Bench:
@@ -43,19 +43,30 @@ class Bench:
         jax.block_until_ready(self.state)
         return {name: float(value) for name, value in metrics.items()}
 
-    def compiled_update(self, batch: Assessed) -> jax.stages.Compiled:
-        """The very program that `update` calls, compiled now if it was not."""
-        place, program = self.stages.train, self.stages.programs["train"]
-        with jax.set_mesh(place.mesh):
-            return program.lower(self.state, place.put(fit(batch, place.rows, place.columns))).compile()
-
     def batch(self) -> Assessed:
-        """This bench's completions, with advantages drawn at random: those of fresh weights would be 0."""
-        rollout = real(self.generate())
-        rows = rollout.mask.shape[0]
-        drawn = np.random.default_rng(0).normal(size=(rows, 1)).astype(np.float32)
-        reference = rollout.logp if "reference" in self.run.roles else None
-        return Assessed(rollout, np.zeros((rows, len(self.run.rewards)), np.float32), drawn * rollout.mask, reference)
+        """This bench's completions."""
+        return assessed(self.run, real(self.generate()))
+
+
+def assessed(run: Run, rollout: Rollout) -> Assessed:
+    """Completions with advantages drawn at random: those of fresh weights would be 0."""
+    rows = rollout.mask.shape[0]
+    drawn = np.random.default_rng(0).normal(size=(rows, 1)).astype(np.float32)
+    reference = rollout.logp if "reference" in run.roles else None
+    return Assessed(rollout, np.zeros((rows, len(run.rewards)), np.float32), drawn * rollout.mask, reference)
+
+
+def traced(stages: Stages, state: TrainState, batch: Assessed) -> jax.stages.Traced:
+    """The very program that `stages.update` calls, for arrays or for what is known of them."""
+    place = stages.train
+    with jax.set_mesh(place.mesh):
+        return stages.programs["train"].trace(state, place.abstract(fit(batch, place.rows, place.columns)))
+
+
+def compiled(stages: Stages, program: jax.stages.Traced) -> jax.stages.Compiled:
+    """Lowered within the mesh too, so that `stages.update` finds it compiled."""
+    with jax.set_mesh(stages.train.mesh):
+        return program.lower().compile()
 
 
 @contextmanager

@@ -4,24 +4,27 @@ import json
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-ONE, EIGHT, SPLIT = (str(ROOT / "meshes" / f"{name}.toml") for name in ("one", "eight", "eight_fsdp"))
+MESHES = {path.stem: str(path) for path in (ROOT / "meshes").glob("*.toml")}
+ONE, EIGHT, SPLIT = MESHES["one"], MESHES["eight"], MESHES["eight_fsdp"]
 EXPERIMENT = """
 from rljax.assess.rewards import ExactMatch
 from rljax.data.problems import Addition
 from rljax.data.tokenizer import Characters
 from rljax.model.decoder import Decoder
+from rljax.model.moe import Experts
 from rljax.run.run import Evaluation, Fresh, Role, Run
 from rljax.run.schedules import supervised, synchronous
 from rljax.train.objectives import grpo, sft
 from rljax.train.optimizer import AdamW
 
-LM = Decoder(vocab=16, width=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
+LM = Decoder(vocab=16, width=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16, experts={experts})
 COMMON = dict(
     task=Addition(digits=1), tokenizer=Characters("0123456789+=;#"), rewards=(ExactMatch(after="#"),),
     prompts=8, n=2, steps=2, max_prompt=4, max_new=12, evaluation=Evaluation(every=1, problems=8), mesh={mesh!r},
@@ -35,7 +38,7 @@ RUN = Run(roles=actor(WARMUP), objective=grpo(), schedule=synchronous, **COMMON)
 @pytest.fixture
 def experiment(tmp_path) -> str:
     path = tmp_path / "tiny.py"
-    path.write_text(EXPERIMENT.format(mesh=ONE))
+    path.write_text(EXPERIMENT.format(mesh=ONE, experts=None))
     return str(path)
 
 
@@ -62,6 +65,19 @@ def test_sharding(experiment):
     assert one["bytes"]["optimizer"] > 4 * split["bytes"]["optimizer"]
     assert sum(kind["count"] for kind in one["collectives"].values()) == 0
     assert split["collectives"]["all-gather"]["count"] > 0 and split["collectives"]["reduce-scatter"]["bytes"] > 0
+    for layout in report["layouts"]:
+        agree(layout)
+        assert layout["sent"] == sum(kind["bytes"] for kind in layout["collectives"].values())
+        assert layout["programs"] == 1  # what is reported on is what runs
+
+
+def agree(layout: dict, repeated: int = 0) -> None:
+    """State and FLOPs are as predicted, but for two counters and what devices repeat, which a jaxpr has once."""
+    held, expected = layout["bytes"], layout["predicted"]
+    assert held["params"] == expected["params"] and held["optimizer"] == expected["optimizer"] + 2 * 4
+    assert layout["flops"] == expected["flops"] - repeated
+    assert 0 <= held["arguments"] - held["params"] - held["optimizer"]
+    assert held["peak"] >= held["arguments"] + held["temporary"] and layout["exact"]
 
 
 def test_cpu(experiment):
@@ -80,7 +96,41 @@ def test_every_measure(experiment):
 @pytest.mark.slow
 def test_every_layout(experiment):
     report = run("sharding", experiment, "--rounds", "1", "--cache")
-    assert len(report["layouts"]) == 5 and report["differences"] == []
+    assert len(report["layouts"]) == 12 and report["differences"] == []
+    (line,) = report["left_out"]
+    assert line.startswith(MESHES["eight_pipe"])  # one layer makes no two stages
+    for layout in report["layouts"]:
+        agree(layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "exchange"])
+def test_experts(dispatch, experiment, tmp_path):
+    experts = f"Experts(count=4, top_k=2, width=8, dispatch={dispatch!r})"
+    path = tmp_path / "experts.py"
+    path.write_text(EXPERIMENT.format(mesh=ONE, experts=experts))
+    meshes = (MESHES[name] for name in ("one", "eight_expert", "eight_expert_tensor"))
+    report = run("sharding", str(path), "--meshes", *meshes, "--rounds", "1", "--cache")
+    assert report["differences"] == []
+    kind = {"gather": "all-gather", "exchange": "all-to-all"}[dispatch]
+    for layout, tensor in zip(report["layouts"], (1, 1, 2), strict=True):
+        router = 4 * 2 * (16 * 16 // layout["devices"]) * 16 * 4  # forward, twice that backward, recomputed
+        agree(layout, router * (tensor - 1))
+    for layout in report["layouts"][1:]:
+        assert layout["collectives"][kind]["count"] > 0 and layout["predicted"]["sent"][kind] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install rljax[compile]")
+def test_absent_chips(experiment):
+    """Of sixteen chips, so that files of eight devices are widened: fsdp=8 to 16, and data=2 fsdp=2 tensor=2."""
+    report = run("sharding", experiment, "--topology", "v5e:4x4", "--meshes", SPLIT, EIGHT)
+    fsdp, three = report["layouts"]
+    assert fsdp["train"] == "fsdp=16" and three["train"] == "data=2 fsdp=4 tensor=2, remat=none"
+    for layout in report["layouts"]:
+        agree(layout)
+        assert layout["time"] == 128 and layout["compile_seconds"]["update"] > 0
+        assert layout["collectives"]["all-gather"]["bytes"] > 0
 
 
 @pytest.mark.slow
@@ -111,6 +161,7 @@ def test_controls(experiment, tmp_path):
         (("loop", "--mesh", "nowhere.toml"), "nowhere.toml: no such file"),
         (("sharding", "--meshes", ONE, "prompt=2"), "no field 'prompt'"),
         (("sharding", "a.py", "b.py"), "one experiment at a time"),
+        (("sharding", "--topology", "v5f:2x4"), "chip 'v5f' is not known: did you mean 'v5p'"),
         (("cpu", "--only", "matmull"), "did you mean 'matmul'"),
         (("controls",), "--out"),
         (("controls", "--out", "x", 'roles.actor.start={"$": "rljax.run.run:Fresh"}'), "start from a warm-up"),

@@ -50,6 +50,15 @@ def test_every_layout_of_experts_computes_the_single_device_update(case):
     shards_are_as_large_as_stated(model, layout, strategy, result)
 
 
+@pytest.mark.pitfall("T-07")
+@pytest.mark.parametrize("case", tiny.PRODUCTS)
+def test_products_of_axes_compute_the_single_device_update(case):
+    model, layout, strategy = tiny.PRODUCTS[case]
+    result = tiny.step(model, layout, **strategy)(tiny.batch(model))
+    agree(result, tiny.step(model)(tiny.batch(model)))
+    shards_are_as_large_as_stated(model, layout, strategy, result)
+
+
 def shards_are_as_large_as_stated(model, layout, strategy, result):
     table, zero = tiny.MODELS[model].build().table, strategy.get("zero", 3)
     _, moments = result.state.optimizer[1][1][0][1:]

@@ -57,6 +57,17 @@ LAYOUTS = {  # with the strategy
     "ring": (Layout(fsdp=2, seq=4), dict(context="ring")),
     "ring, sequence parallel": (CONTEXT, dict(context="ring", sequence_parallel=True, zero=2)),
 }
+PRODUCTS = {  # of three to five axes, on 8, 16 and 32 devices
+    "3D": ("rich", Layout(fsdp=2, pipe=2, tensor=2), dict(microbatches=2, schedule="1f1b")),
+    "4D of 16": ("plain", Layout(data=2, fsdp=2, seq=2, tensor=2), dict(context="ring", sequence_parallel=True)),
+    "4D of 16, pipe": ("rich", Layout(fsdp=2, pipe=2, seq=2, tensor=2), dict(microbatches=2, zero=1)),
+    "5D of 32": (
+        "experts",
+        Layout(fsdp=2, pipe=2, seq=2, tensor=2, expert=2),
+        dict(microbatches=2, schedule="1f1b", sequence_parallel=True),
+    ),
+    "5D of 32, no pipe": ("exchange", Layout(data=2, fsdp=2, seq=2, tensor=2, expert=2), dict(context="ring", zero=2)),
+}
 EXPERT_LAYOUTS = {
     "experts": ("experts", Layout(expert=8), {}),
     "experts, fsdp tensor": ("experts", Layout(fsdp=2, tensor=2, expert=2), dict(microbatches=2)),

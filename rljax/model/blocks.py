@@ -29,8 +29,8 @@ class Frame:
 
 
 def weight(m, w: Array) -> Array:
-    """A matrix as its matmul reads it: in the compute dtype, whole over fsdp. Named, so that no remat keeps it."""
-    return checkpoint_name(gather(reduced(w.astype(m.compute)), "fsdp"), "gathered")
+    """A matrix as its matmul reads it: in the compute dtype, whole over fsdp."""
+    return gather(reduced(w.astype(m.compute)), "fsdp")
 
 
 def embed(m, p, tokens: Tokens, strategy: Strategy) -> tuple[Float[Array, "B T D"], Frame]:
@@ -46,19 +46,25 @@ def embed(m, p, tokens: Tokens, strategy: Strategy) -> tuple[Float[Array, "B T D
 def look_up(m, p, ids, spec: P):
     """Rows of a table split over the vocabulary: each device looks up those it has, and tensor sums them.
 
-    The partitioner does the same with an indexed read, but ends in an all-reduce where `spec` wants a reduce-scatter.
+    An indexed read would say as much, but ends in an all-reduce where `spec` wants a reduce-scatter, and XLA's
+    partitioner aborts over it within a pipeline.
     """
     w = weight(m, p.embed)
-    if "tensor" not in axes_of(spec.partitions[1]) or shards(w, 0) == 1:
+    if shards(w, 0) == 1:
         return w.at[ids].get(out_sharding=spec)
 
     def local(w, ids):
         at = ids - lax.axis_index("tensor") * w.shape[0]
         mine = (0 <= at) & (at < w.shape[0])
         x = jnp.where(mine[..., None], w.at[jnp.where(mine, at, 0)].get(), 0)
-        return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+        if "tensor" in axes_of(spec.partitions[1]):
+            return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+        return lax.psum(x, "tensor")
 
-    return island(local, spec)(w, jax.reshard(ids, P(rows(), "seq")))
+    split = P(*without(spec, "tensor").partitions[:2])
+    over = {axis for entry in split.partitions for axis in axes_of(entry)}  # where tokens are whole, no sum is left
+    w = jax.reshard(w, P(*spec_of(w).partitions, reduced=spec_of(w).reduced & over))
+    return island(local, spec)(w, jax.reshard(ids, split))
 
 
 def stacks(m, p, frame: Frame | None = None, start: int = 0) -> list:

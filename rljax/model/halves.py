@@ -12,6 +12,8 @@ from collections.abc import Callable
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # what costs nothing to do again
+
 
 def halve(f: Callable, w, x, rest) -> tuple[Callable, Callable]:
     """The halves of the backward pass of `f(w, x, rest) -> y`, for arguments of these types.
@@ -29,7 +31,11 @@ def halve(f: Callable, w, x, rest) -> tuple[Callable, Callable]:
     first = _needed(jaxpr.eqns, dx)
     done = {id(eqn) for eqn in first}
     second = [eqn for eqn in _needed(jaxpr.eqns, dw) if id(eqn) not in done]
-    made = {*jaxpr.invars[late:], *(v for eqn in first for v in eqn.outvars)}
+    for eqn in reversed(first):  # of a value in several shapes, one is kept
+        if eqn.primitive.name in SHAPES and {*eqn.outvars} & {*_read(second, dw)}:
+            second = [eqn, *second]
+    late_made = {v for eqn in second for v in eqn.outvars}
+    made = {*jaxpr.invars[late:], *(v for eqn in first for v in eqn.outvars)} - late_made
     kept = [v for v in _read(second, dw) if v in made]
 
     def inputs(w, x, rest, dy):

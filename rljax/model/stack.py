@@ -12,9 +12,17 @@ from rljax.mesh.verbs import within
 from rljax.model.ring import unrolled
 from rljax.model.table import UNROLL
 
+CASTS = {"name", "reshard", "pvary", "pcast", "reduced_vary_cast_p"}  # primitives whose result is their input
+
+
+def all_but_gathered(primitive, *_, **params) -> bool:
+    """Whether to keep a value: not one gathered over fsdp, by whatever name it goes further on."""
+    return primitive.name not in CASTS and "fsdp" not in str(params.get("axis_name", ""))
+
+
 # What the backward pass finds stored, per block. Weights gathered over fsdp are never kept: keeping them undoes ZeRO-3.
 REMAT = {
-    "none": policies.save_anything_except_these_names("gathered"),
+    "none": all_but_gathered,
     "block": policies.nothing_saveable,
     "names": policies.save_only_these_names("attention", "ffn"),
     "offload": policies.save_and_offload_only_these_names(

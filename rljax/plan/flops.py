@@ -9,7 +9,7 @@ from math import prod
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-CALLS = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}  # each runs its jaxpr once
+CALLS = {"jit", "eval_jaxpr", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}  # each runs its jaxpr once
 
 
 def flops_of(fn: Callable, *args) -> int:

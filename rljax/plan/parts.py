@@ -1,0 +1,93 @@
+"""The parameters of a decoder from its sizes alone: how many, and how much of their state each device has.
+
+They come in groups that lie alike, which is also what decides where they are gathered and their gradients summed.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+from rljax.mesh import Layout
+from rljax.model.decoder import Decoder
+from rljax.model.moe import Experts
+
+
+class Part(NamedTuple):
+    """Parameters that lie alike."""
+
+    size: int  # of all layers
+    axes: tuple[str, ...]  # that split it at ZeRO-3
+    matrix: bool = True  # fsdp splits it, and who reads it gathers it
+    layers: int = 0  # of its stack; 0: the vocabulary's, and the last norm
+    routed: bool = False  # to experts
+
+    def share(self, layout: Layout, fsdp: bool = True) -> int:
+        """The elements that a device holds."""
+        return self.size // prod(getattr(layout, axis) for axis in self.axes if fsdp or axis != "fsdp")
+
+
+def parts(m: Decoder) -> list[Part]:
+    """All parameters. Layers with experts, or all where none has, are split over pipe; those before them are not."""
+    vocabulary = Part(m.vocab * m.width, ("fsdp", "tensor"))
+    ends = [vocabulary, *[vocabulary] * (not m.tied), Part(m.width, (), matrix=False)]
+    found = [*ends, *_stack(m, m.dense, None, ()), *_stack(m, m.layers - m.dense, m.experts, ("pipe",))]
+    return [part for part in found if part.size]
+
+
+def _stack(m: Decoder, layers: int, e: Experts | None, over: tuple[str, ...]) -> list[Part]:
+    D, N, K, H = m.width, m.heads, m.kv_heads, m.head_dim
+    part = lambda size, *axes, **kind: Part(layers * size, (*over, *axes), layers=layers, **kind)
+    found = [
+        part(D * H * 2 * (N + K) + 3 * D * (e.shared if e else m.ffn), "fsdp", "tensor"),
+        part(H * (N + 2 * K) * m.qkv_bias, "tensor", matrix=False),
+        part(2 * D + 2 * H * m.qk_norm, matrix=False),
+    ]
+    if e:
+        found += [
+            part(e.count * 3 * D * e.width, "expert", "fsdp", "tensor", routed=True),
+            part(D * e.count, "fsdp"),
+            part(e.count * (e.bias_rate > 0), matrix=False),
+        ]
+    return found
+
+
+class Parameters(NamedTuple):
+    dense: int  # what every token meets
+    routed: int  # all experts but the shared
+    active: int  # what one token meets
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.routed
+
+
+def parameters(m: Decoder) -> Parameters:
+    """How many there are."""
+    routed = sum(part.size for part in parts(m) if part.routed)
+    dense = sum(part.size for part in parts(m)) - routed
+    return Parameters(dense, routed, dense + (routed // m.experts.count * m.experts.top_k if m.experts else 0))
+
+
+class Widths(NamedTuple):
+    """Bytes of a parameter."""
+
+    params: int
+    gradients: int
+    master: int
+    moments: int  # both
+
+
+OURS = Widths(4, 4, 0, 8)  # parameters are their own float32 master
+
+
+class State(NamedTuple):
+    """Bytes of a device: what an update leaves to the next, and the gradient that it accumulates."""
+
+    params: int
+    gradients: int
+    optimizer: int  # master and both moments
+
+
+def state(m: Decoder, layout: Layout, zero: int, widths: Widths = OURS) -> State:
+    """ZeRO (Rajbhandari et al. 2020, figure 1): of P elements over n replicas 4P, 2P + 2P/n, P + 3P/n or 4P/n."""
+    held = lambda level: sum(part.share(layout, zero >= level) for part in parts(m))
+    return State(held(3) * widths.params, held(2) * widths.gradients, held(1) * (widths.master + widths.moments))
