@@ -64,6 +64,7 @@ LAYOUTS = {
     "gathered keys": (Layout(fsdp=2, seq=2, tensor=2), {AR, AG, RS}, {}),
     "ring": (Layout(fsdp=2, seq=4), {AR, AG, RS, CP}, dict(context="ring")),
     "ulysses": (Layout(fsdp=2, seq=4), {AR, AG, RS, A2A}, dict(context="ulysses")),
+    "pipe": (Layout(pipe=2, fsdp=2, tensor=2), {AR, AG, RS, CP}, dict(microbatches=4, schedule="1f1b")),
 }
 GATHER, EXCHANGE = {"experts": EXPERTS}, {"experts": replace(EXPERTS, dispatch="exchange", capacity=2.0)}
 EXPERT_LAYOUTS = {
@@ -133,9 +134,13 @@ def gathered_bytes(case: Case) -> int:
     return case.strategy.get("microbatches", 1) * 2 * passes // case.layout.tensor // n * (n - 1)
 
 
-def available(chips: str) -> pytest.MarkDecorator:
+def available(chips: str, pipe: int = 1) -> list[pytest.MarkDecorator]:
     package = "jax_cuda12_plugin" if chips.startswith("h100") else "libtpu"
-    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}: pip install rljax[compile]")
+    old = pipe > 1 and jax.__version_info__ < (0, 12)
+    return [
+        pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}: pip install rljax[compile]"),
+        pytest.mark.skipif(old, reason="this JAX's TPU compiler aborts over pipelines: rljax refuses them there"),
+    ]
 
 
 def check(name: str) -> None:
@@ -150,13 +155,15 @@ def check(name: str) -> None:
         assert needs["collectives"][AG]["bytes"] == gathered_bytes(case)
 
 
-@available("v5e:2x4")
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install rljax[compile]")
 def test_an_update_compiles_for_a_tpu():
     check("tiny")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=available(c.chips)) for n, c in CASES.items() if n != "tiny"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=available(c.chips, c.layout.pipe)) for n, c in CASES.items() if n != "tiny"]
+)
 def test_every_layout_compiles_for_every_chip(name):
     check(name)
 
@@ -170,7 +177,7 @@ def whole():
         return jax.jit(lambda x: jax.reshard(x, P("tensor", "fsdp", None))).lower(x).compile()
 
 
-@available("v5e:2x4")
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install rljax[compile]")
 def test_an_array_made_whole_is_reported():
     (line,) = apart(__file__, "whole")["rematerialized"]
     assert "cannot go from sharding" in line

@@ -1,5 +1,6 @@
 """A layout that a model cannot have is refused before anything is built: the rule, and the nearest that it can."""
 
+import jax
 import pytest
 from tiny import DEEPSEEK, SIZES
 
@@ -71,3 +72,12 @@ def test_frozen_roles_are_plain_replicas_and_trainable_ones_sharded_unless_said(
     assert plain(stage, "actor").zero == plain(stage, "critic").zero == (3 if stage == "train" else 0)
     said = read(f"[train]\nfsdp = 8\n[{stage}.reference]\nfsdp = 8\nzero = 3\n[{stage}.critic]\nfsdp = 8\nzero = 1")
     assert said(stage, "reference", trainable=False).zero == 3 and said(stage, "critic").zero == 1
+
+
+def test_a_pipeline_is_refused_where_the_compiler_would_abort(monkeypatch):
+    mesh = parse('platform = "tpu"\ndevices = 2\n[train]\npipe = 2\nmicrobatches = 2', "two.toml")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 9))
+    with pytest.raises(UserError, match="aborts over pipelines; JAX 0.12, which needs Python 3.12, or pipe=1 would do"):
+        place(mesh, SMALL.build(), "train")
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert place(mesh, SMALL.build(), "train").placement.layout.pipe == 2
