@@ -148,7 +148,8 @@ def figures(schedule: Schedule) -> dict:
     inputs of parts that a device holds at most, from F to the end of B or BW (a first part's, the embedded microbatch,
     too); `inbox` and `stash`, the slots that the table needs; `weights`, how often all devices together hold the
     layers; `flops`, a device's over those of its share of a forward and backward pass without a pipeline: idle ticks
-    compute nothing, and every part but the last runs forward twice. What remat runs again inside is left out of both.
+    compute nothing, B runs every part but the last forward again, and BI the blocks of its part once more. What remat
+    runs again inside is left out of both.
     """
     chunks, parts = schedule.part.shape[1], schedule.parts
     busy = 3 * schedule.microbatches * parts // schedule.stages  # units of every device
@@ -158,7 +159,8 @@ def figures(schedule: Schedule) -> dict:
         kinds = np.array([box.op.kind for box in boxes])
         last = np.array([schedule.part[d, box.op.chunk] == parts - 1 for box in boxes])
         in_flight.append(int(np.cumsum((kinds == F) * 1 - (kinds == B) - (kinds == BW)).max()))
-        flops.append(1 + int((((kinds == B) | (kinds == BI)) & ~last).sum()) * UNITS[F] / busy)
+        again = ((kinds == B) | (kinds == BI)) & ~last
+        flops.append(1 + int(again.sum() + (kinds == BI).sum()) * UNITS[F] / busy)
     return {
         "ticks": len(schedule.table["op"]),
         "units": units,

@@ -149,7 +149,7 @@ def _captions(description: dict) -> RenderableType:
         ("inbox", f"{f['inbox']}", "slots for inputs and gradients that have arrived"),
         ("stash", f"{f['stash']}", "slots for what weight gradients wait with"),
         ("weights", f"{f['weights']}×", "copies over the devices"),
-        ("FLOPs", f"{f['flops']:.2f}×", "what no pipeline costs a device: forward runs twice"),
+        ("FLOPs", f"{f['flops']:.2f}×", "what no pipeline costs a device: forward runs again"),
     ):
         lines.add_row(*row)
     return Padding(lines, (0, 0, 0, 2))
