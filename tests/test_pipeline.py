@@ -4,6 +4,7 @@ What crosses a stage is what the table says; what a device computes is what its 
 from dataclasses import replace
 from functools import cache
 from math import prod
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from jax import P
 from test_layouts import agree
 from tiny import MODELS, ONE, ROWS, TIME
 
+from rljax.errors import UserError
 from rljax.mesh import BATCH, Layout, Placement, Strategy
+from rljax.mesh.file import parse
 from rljax.mesh.schedule import SCHEDULES, build, legal
 from rljax.mesh.verbs import axes_of
 from rljax.model import manual
@@ -24,6 +27,7 @@ from rljax.model.pipeline import forward, value_and_grad
 from rljax.model.table import abstract, map_table, misfits, shardings
 from rljax.plan.flops import dot_flops, flops_of
 from rljax.plan.hlo import collectives
+from rljax.run.stages import place
 
 OLD = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 FOUR = Layout(pipe=4, fsdp=2), dict(microbatches=4, schedule="1f1b")
@@ -242,3 +246,10 @@ def test_parts_travel_by_permutations(name):
 def test_what_does_not_fit_is_said_in_one_line(layout, strategy, said):
     (line,) = misfits(MODELS["plain"].build(), Placement(layout=layout, **strategy))
     assert said in line
+
+
+def test_compilers_that_abort_are_not_asked(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    mesh = parse('platform = "tpu"\ndevices = 2\n[train]\npipe = 2\n', "two.toml")
+    with pytest.raises(UserError, match=r"two.toml: \[train\] pipe = 2: JAX .* pipe = 1, would do"):
+        place(mesh, MODELS["plain"].build(), "train", devices=[SimpleNamespace(platform="tpu")] * 2)

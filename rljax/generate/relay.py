@@ -41,7 +41,7 @@ def relay(job: Job, params):
     parts = cut((job.prompts, job.lengths), groups), keys, filler, jax.tree.map(per_row, job.sampling)
 
     def body(params, parts):
-        (prompts, lengths), keys, filler, sampling = jax.tree.map(_vary, parts)
+        (prompts, lengths), keys, filler, sampling = parts
 
         def of(g) -> Job:
             keys_of = jax.random.wrap_key_data(at(keys, g))
@@ -50,12 +50,13 @@ def relay(job: Job, params):
                 sampling=at(sampling, g),
             )  # fmt: skip
 
-        ids, logp, routes = _stage(job, of, jax.tree.map(_vary, params), groups)
+        ids, logp, routes = _stage(job, of, params, groups)
         grouped = lambda x: jnp.reshape(x, (groups, -1, *x.shape[1:]), out_sharding=P(None, *spec_of(x).partitions))
         return lax.psum((ids, logp), "pipe"), jax.tree.map(grouped, routes)
 
     over = map_table(lambda t: P("pipe") if "pipe" in axes_of(t.spec[0]) else P(), job.lm.table)
-    run = jax.shard_map(body, axis_names={"pipe"}, in_specs=(over, P()), out_specs=(P(), P(None, "pipe")))
+    out = P(), P(None, "pipe")
+    run = jax.shard_map(body, axis_names={"pipe"}, check_vma=False, in_specs=(over, P()), out_specs=out)
     (ids, logp), routes = run(params, parts)
     if routes is not None:
         routes = jnp.moveaxis(jax.reshard(routes, P(None, None, *spec_of(routes).partitions[2:])), 1, 0)
@@ -105,10 +106,9 @@ def _stage(job: Job, of, params, groups: int):
     begin = lambda _, g: (None, of(g).draw(project(repeat(at(states, g)[:, 0], job.n)), 0))
     _, (token, logp) = lax.scan(begin, None, jnp.arange(groups))
     token, logp = lax.psum(jax.tree.map(lambda x: jnp.where(last, x, 0), (token, logp)), "pipe")
-    token, logp = _vary(token), _vary(logp)
     done = jnp.stack([of(g).filler for g in range(groups)]) | job.stops(token)
     wide = lambda x: jnp.pad(x[..., None], ((0, 0), (0, 0), (0, job.width)))
-    came = _vary(jnp.zeros_like(lm.enter(params, at(token, 0)[:, None])))
+    came = jnp.zeros_like(lm.enter(params, at(token, 0)[:, None]))
     state = Progress(jnp.int32(0), caches, came, token, done, wide(token), wide(logp), jnp.zeros((), bool))
 
     def tick(s: Progress, window: int) -> Progress:
@@ -123,9 +123,9 @@ def _stage(job: Job, of, params, groups: int):
             x = jnp.where(first, x, s.came) if layers is mine else x
             x, cache = lm.advance(layers, x, cache, lengths, window, g * n)
             caches.append(cache)
-        nothing = lambda: (_vary(jnp.zeros_like(at(s.token, 0))), _vary(jnp.zeros_like(at(s.logp, 0)[:, 0])))
+        nothing = lambda: (jnp.zeros_like(at(s.token, 0)), jnp.zeros_like(at(s.logp, 0)[:, 0]))
         draw = lambda: now.draw(project(lm.norm(params, x)[:, 0]), k + 1)
-        new, logp = lax.cond(last, lambda: jax.tree.map(_vary, draw()), nothing)
+        new, logp = lax.cond(last, draw, nothing)
         column = jnp.where(works & last, k + 1, job.width)
         write = lambda buffer, new: lax.dynamic_update_slice(buffer, new[None, :, None], (g, 0, column))
         done = put(s.done, at(s.done, g) | (job.stops(new) & works & last), g)
@@ -175,9 +175,4 @@ def _zeros(like, *lead: int):
     new = lambda x: jnp.zeros(
         (*lead, *x.shape), x.dtype, out_sharding=P(*(None,) * len(lead), *x.sharding.spec.partitions)
     )
-    return jax.tree.map(lambda x: _vary(new(x)), like)
-
-
-def _vary(x):
-    """x, as far as types know different on every stage."""
-    return x if "pipe" in jax.typeof(x).manual_axis_type.varying else lax.pcast(x, ("pipe",), to="varying")
+    return jax.tree.map(new, like)

@@ -23,22 +23,12 @@ def specs(spec: P) -> P:
     return P(*(tuple(axis for axis in axes_of(entry) if axis in MANUAL) or None for entry in spec.partitions))
 
 
-def vary(tree):
-    """The same values, as far as types know different on every device, so that sums over devices are stated."""
-
-    def one(x):
-        axes = tuple(axis for axis in MANUAL if axis not in jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, axes, to="varying") if axes else x
-
-    return jax.tree.map(one, tree)
-
-
 def zeros(like, *lead: int, dtype=None):
     """Zeros of the types of a tree, with leading dimensions."""
     new = lambda x: jnp.zeros(
         (*lead, *x.shape), dtype or x.dtype, out_sharding=P(*(None,) * len(lead), *x.sharding.spec.partitions)
     )
-    return vary(jax.tree.map(new, like))
+    return jax.tree.map(new, like)
 
 
 def whole(dtype: str, zero: int, t: Tensor, w, stacked: bool = False):

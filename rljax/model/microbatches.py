@@ -4,16 +4,17 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
-from rljax.mesh import spec_of
+from rljax.mesh import BATCH, spec_of
 
 
 def cut(tree, microbatches: int):
     """Rows [B ...] as [M B/M ...], each microbatch with rows of every device: nothing moves."""
 
     def one(x):
-        split, *rest = spec_of(x).partitions
+        rest = spec_of(x).partitions[1:]
         shape = x.shape[0] // microbatches, microbatches, *x.shape[1:]
-        return jnp.moveaxis(jnp.reshape(x, shape, out_sharding=P(split, None, *rest)), 1, 0)
+        x = jax.reshard(x, P(BATCH, *rest))
+        return jnp.moveaxis(jnp.reshape(x, shape, out_sharding=P(BATCH, None, *rest)), 1, 0)
 
     return jax.tree.map(one, tree)
 

@@ -20,7 +20,7 @@ from rljax.mesh import Strategy
 from rljax.mesh.orders import BW, IDLE
 from rljax.mesh.schedule import Schedule, build
 from rljax.model import manual, stage
-from rljax.model.manual import MANUAL, ROWS, at, put, vary
+from rljax.model.manual import MANUAL, ROWS, at, put
 from rljax.model.stage import Stage
 from rljax.model.table import LM, map_table
 from rljax.model.ticks import OPS, PASS, Carry, Sums
@@ -39,7 +39,7 @@ def value_and_grad(lm: LM, params, tokens: Tokens, parts, share, tail: Callable,
     schedule = build(strategy.schedule, _stages(), tokens.ids.shape[0])
 
     def body(params, tokens, parts, share):
-        sums = _run(schedule, _stage(lm, strategy, tail, schedule.part, *vary((params, tokens, parts, share))))
+        sums = _run(schedule, _stage(lm, strategy, tail, schedule.part, params, tokens, parts, share))
         layers, seen = manual.home(schedule.part, (sums.layers, sums.seen))
         head, *found = lax.psum((sums.head, sums.losses, sums.out), "pipe")
         grads = map_table(partial(manual.summed, zero), lm.table, head.replace(layers=layers))
@@ -49,6 +49,7 @@ def value_and_grad(lm: LM, params, tokens: Tokens, parts, share, tail: Callable,
     run = jax.shard_map(
         body,
         axis_names=set(MANUAL),
+        check_vma=False,
         in_specs=(_specs(lm, lambda t: t.placed(zero)), rows, rows, P()),
         out_specs=(rows, P("pipe"), _specs(lm, lambda t: t.updated(zero))),
     )
@@ -64,11 +65,12 @@ def forward(lm: LM, params, tokens: Tokens, parts, tail: Callable, strategy: Str
     schedule = _once(_stages(), tokens.ids.shape[0])
 
     def body(params, tokens, parts):
-        sums = _run(schedule, _stage(lm, strategy, tail, schedule.part, *vary((params, tokens, parts))))
+        sums = _run(schedule, _stage(lm, strategy, tail, schedule.part, params, tokens, parts))
         return lax.psum(sums.out, "pipe"), lax.psum(manual.home(schedule.part, sums.seen), ROWS)
 
     rows, specs = P(None, ROWS), _specs(lm, lambda t: t.placed(strategy.zero))
-    run = jax.shard_map(body, axis_names=set(MANUAL), in_specs=(specs, rows, rows), out_specs=(rows, P("pipe")))
+    out = rows, P("pipe")
+    run = jax.shard_map(body, axis_names=set(MANUAL), check_vma=False, in_specs=(specs, rows, rows), out_specs=out)
     out, seen = run(params, tokens, parts)
     return out, _everywhere(seen)
 

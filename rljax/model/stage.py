@@ -55,7 +55,7 @@ def through(s: Stage, w, x, frame, start):
 
 def finish(s: Stage, head, x, m):
     """What the tail makes of microbatch m."""
-    return manual.vary(s.tail(_ends(s, head), x, manual.at(s.parts, m)))
+    return s.tail(_ends(s, head), x, manual.at(s.parts, m))
 
 
 def halved(s: Stage, w, x, frame) -> Stage:
@@ -99,7 +99,7 @@ def scattered(zero: int, table, g):
 
 
 def _block(s: Stage, layer, x, frame):
-    return manual.vary(s.lm.block(x, _whole(s, s.lm.table.layers, layer, stacked=True), frame))
+    return s.lm.block(x, _whole(s, s.lm.table.layers, layer, stacked=True), frame)
 
 
 def _layers(s: Stage, w, frame, start):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from rljax.mesh.orders import BI, BW, IDLE, B, F
 from rljax.model import stage
-from rljax.model.manual import add, add_at, at, put, vary
+from rljax.model.manual import add, add_at, at, put
 from rljax.model.stage import Stage
 
 
@@ -119,7 +119,7 @@ def _weigh(s: Stage, r, sums: Sums, seen):
     """The cotangent of what the part's blocks sum."""
     loss, d = jax.value_and_grad(lambda seen: s.share * s.lm.penalty(seen))(seen)
     losses, seen = add_at(sums.losses, loss, r["microbatch"]), add_at(sums.seen, seen, r["chunk"])
-    return vary(d), sums._replace(losses=losses, seen=seen)
+    return d, sums._replace(losses=losses, seen=seen)
 
 
 def _embed(s: Stage, r, sums: Sums, dx):

@@ -176,8 +176,13 @@ def _header(names: list[str], stage: dict) -> RenderableType:
     title = Text(", ".join(names), f"bold {STYLE[names[0].split('.')[0]]}")
     sizes = " ".join(f"{axis}={size}" for axis, size in stage["axes"].items() if size > 1) or "one device"
     keys = ["zero", "microbatches", "group"]
-    keys[2:2] = ["remat"] * any(name.startswith("train") for name in names)  # only training has a backward pass
-    rest = Text.assemble(sizes, ("  " + " ".join(f"{key}={stage[key]}" for key in keys), "dim"))
+    keys[2:2] = [
+        *["remat"] * any(name.startswith("train") for name in names),  # only training has a backward pass
+        *["context"] * (stage["axes"]["seq"] > 1),
+        *["schedule"] * (stage["axes"]["pipe"] > 1),
+    ]
+    says = " ".join(f"{key}={stage[key]}" for key in keys) + " sequence_parallel" * stage["sequence_parallel"]
+    rest = Text.assemble(sizes, ("  " + says, "dim"))
     if len(title) + len(rest) + 8 <= WIDTH:
         return Rule(Text.assemble(title, "  ", rest), align="left", style="dim")
     return Group(Rule(title, align="left", style="dim"), rest)

@@ -99,12 +99,11 @@ def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bo
     rules = misfits(lm, placement)
     if rules:
         raise UserError(f"{mesh.path}: [{stage}] {placement.layout} does not fit roles.{role}.lm: {'; '.join(rules)}")
-    if placement.layout.pipe > 1 and mesh.platform != "cpu" and jax.__version_info__ < (0, 12):
-        raise UserError(
-            f"{mesh.path}: [{stage}] pipe={placement.layout.pipe}: the TPU compiler of JAX {jax.__version__} aborts "
-            "over pipelines; JAX 0.12, which needs Python 3.12, or pipe=1 would do"
-        )
     devices = jax.devices() if devices is None else devices
+    platform = devices[0].platform
+    if placement.layout.pipe > 1 and platform != "cpu" and jax.__version_info__ < (0, 12):
+        rule = f"JAX {jax.__version__} cannot compile pipelines for {platform}: 0.12 or newer, or pipe = 1, would do"
+        raise UserError(f"{mesh.path}: [{stage}] pipe = {placement.layout.pipe}: {rule}")
     pieces = in_flight(placement) if stage == "generate" else placement.microbatches
     return Place(placement.layout.mesh(devices[mesh.devices_of(placement)]), placement, pieces)
 
