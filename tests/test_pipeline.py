@@ -2,9 +2,8 @@
 What crosses a stage is what the table says; what a device computes is what its ops cost."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +14,18 @@ from jax import P
 from test_layouts import agree
 from tiny import MODELS, ONE, ROWS, TIME
 
-from rljax.errors import UserError
 from rljax.mesh import BATCH, Layout, Placement, Strategy
-from rljax.mesh.file import parse
 from rljax.mesh.schedule import SCHEDULES, build, legal
 from rljax.mesh.verbs import axes_of
-from rljax.model import manual
-from rljax.model.forward import hidden, logprobs
+from rljax.model import attention, manual
+from rljax.model.decoder import Decoder
+from rljax.model.forward import hidden, logprobs, scores
 from rljax.model.microbatches import cut
 from rljax.model.pipeline import forward, value_and_grad
-from rljax.model.table import abstract, map_table, misfits, shardings
+from rljax.model.table import abstract, init, map_table, misfits, shardings
 from rljax.plan.flops import dot_flops, flops_of
 from rljax.plan.hlo import collectives
-from rljax.run.stages import place
+from rljax.types import Tokens
 
 OLD = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 FOUR = Layout(pipe=4, fsdp=2), dict(microbatches=4, schedule="1f1b")
@@ -131,6 +129,38 @@ def test_log_probabilities_through_a_pipeline(layout, strategy):
     logits = tiny.oracle(MODELS["deep"], tiny.weights("deep"), tok.ids, tok.positions, tok.segments)
     for got, expected in zip(scored("deep", layout, **strategy), tiny.oracle_logprobs(logits, tok.ids, mask)):
         np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_the_tpu_kernel_has_its_gradient_within_a_pipeline(monkeypatch):
+    """Interpreted, on tokens split over seq, with the backward pass in halves."""
+    lm = Decoder(vocab=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=32).build()
+    ids = np.random.default_rng(0).integers(1, 48, (4, 256)).astype(np.int32)
+    segments = np.where(np.arange(256) < 100, 1, 2) * np.ones((4, 1), np.int32)
+    batch = Tokens(ids, np.arange(256, dtype=np.int32) * np.ones_like(ids), segments.astype(np.int32)), segments > 0
+
+    def gradient(layout, strategy):
+        def one(params, tokens, mask):
+            return jnp.sum(logprobs(lm, params, tokens, mask, strategy=strategy)[0])
+
+        def pipelined(params, tokens, mask):
+            tokens, mask = cut((tokens, mask), strategy.microbatches)
+            none = lambda logits, target: logits
+            tail = lambda head, x, part: (
+                jnp.sum(scores(lm, head, lm.norm(head, x), *part, none, strategy)[0]), (),
+            )  # fmt: skip
+            return value_and_grad(lm, params, tokens, (tokens.ids, mask), jnp.float32(0), tail, strategy)[3]
+
+        mesh = layout.mesh()
+        with jax.set_mesh(mesh):
+            params = jax.jit(lambda: init(lm.table, jax.random.key(0)))()
+            run = pipelined if layout.pipe > 1 else jax.grad(one)
+            return jax.device_get(jax.jit(run)(params, *tiny.place(batch, mesh)))
+
+    expected = gradient(ONE, Strategy())
+    monkeypatch.setitem(attention.FORMS, "auto", partial(attention.splash, interpret=True))
+    got = gradient(Layout(pipe=2, seq=2), Strategy(microbatches=2, schedule="zb-h1"))
+    assert tiny.distance(got, expected) < 2e-5
 
 
 STAGES = 4
@@ -246,10 +276,3 @@ def test_parts_travel_by_permutations(name):
 def test_what_does_not_fit_is_said_in_one_line(layout, strategy, said):
     (line,) = misfits(MODELS["plain"].build(), Placement(layout=layout, **strategy))
     assert said in line
-
-
-def test_compilers_that_abort_are_not_asked(monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    mesh = parse('platform = "tpu"\ndevices = 2\n[train]\npipe = 2\n', "two.toml")
-    with pytest.raises(UserError, match=r"two.toml: \[train\] pipe = 2: JAX .* pipe = 1, would do"):
-        place(mesh, MODELS["plain"].build(), "train", devices=[SimpleNamespace(platform="tpu")] * 2)

@@ -7,9 +7,8 @@ from jax import P
 from jaxtyping import Array, Float
 
 from rljax.mesh import shards, spec_of
-from rljax.mesh.verbs import within
-from rljax.model.attention import Segments, causal, masked
-from rljax.model.ring import ring, unrolled
+from rljax.model.attention import Segments
+from rljax.model.ring import ring
 
 
 def across(context: str, form: Callable, q, k, v, segments: Segments) -> Float[Array, "B T N H"]:
@@ -18,8 +17,6 @@ def across(context: str, form: Callable, q, k, v, segments: Segments) -> Float[A
     "ring": keys travel around seq, tokens being dealt out (`order.deal`). "ulysses": sequences are made whole and
     heads split instead, all-to-all, for the time of attention (Jacobs et al. 2023, arXiv:2309.14509).
     """
-    if within() and form is causal:  # JAX cannot differentiate a kernel's island there
-        form = masked if shards(q, 1) > 1 or unrolled() else ring
     if shards(q, 1) == 1 or context == "gather":
         return form(q, k, v, segments)
     if context == "ring":
