@@ -393,12 +393,7 @@ def test_claim_17_five_axes_divide_work():
     "layout",
     [
         FIVE,
-        pytest.param(
-            Layout(fsdp=2, pipe=2, seq=2, tensor=2, expert=2),
-            marks=pytest.mark.skipif(
-                jax.__version_info__ >= (0, 12), reason="XLA's partitioner aborts on two axes within a pipeline's"
-            ),
-        ),
+        pytest.param(Layout(fsdp=2, pipe=2, seq=2, tensor=2, expert=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )

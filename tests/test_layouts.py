@@ -29,7 +29,14 @@ def agree(result, reference):
 
 @pytest.mark.pitfall("T-07")
 @pytest.mark.pitfall("T-12")
-@pytest.mark.parametrize("case", tiny.LAYOUTS)
+@pytest.mark.parametrize(
+    "model, case",
+    [  # tied and untied in turns; the other of each is slow
+        pytest.param(model, case, marks=[pytest.mark.slow] * (i % 2 != j))
+        for i, case in enumerate(tiny.LAYOUTS)
+        for j, model in enumerate(tiny.DENSE)
+    ],
+)
 def test_every_layout_computes_the_single_device_update(model, case):
     layout, strategy = tiny.LAYOUTS[case]
     result = tiny.step(model, layout, **strategy)(tiny.batch(model))
