@@ -12,11 +12,15 @@ from jax import P
 from jax.sharding import NamedSharding
 from tiny import shapes
 
-from rljax.mesh import BATCH, Layout
+from rljax.mesh import BATCH, Layout, Strategy
 from rljax.model import ring as ring_module
 from rljax.model.attention import Segments
+from rljax.model.decoder import Decoder
+from rljax.model.forward import logprobs
 from rljax.model.ring import ring
+from rljax.model.table import abstract
 from rljax.plan.hlo import collectives
+from rljax.types import Tokens
 
 B, T, N, K, H = 4, 24, 4, 2, 8
 ONE, RING = Layout(), Layout(seq=4, tensor=2)
@@ -211,3 +215,27 @@ def test_memory_is_a_shard_and_linear_in_time(monkeypatch):
     assert temp(twice) < 2 * temp(eight)
     for x, t in ((one, 1024), (eight, 128), (written_out, 128), (twice, 256)):
         assert max(map(prod, shapes(x.as_text()))) == t * N * H  # queries are the largest of all
+
+
+def stored(seq: int, time: int) -> int:
+    """Bytes of temporaries of a device in the gradient of a decoder of 6 scanned layers, on one row of tokens."""
+    m = Decoder(vocab=96, width=64, layers=6, heads=4, kv_heads=2, head_dim=16, ffn=128)
+    lm, mesh = m.build(), Layout(seq=seq).mesh()
+    score = partial(logprobs, lm, strategy=Strategy(context="ring", zero=0), logits=2**16)
+    with jax.set_mesh(mesh):
+        row = NamedSharding(mesh, P(BATCH, None))
+        ids, mask = (jax.ShapeDtypeStruct((1, time), dtype, sharding=row) for dtype in (jnp.int32, jnp.bool_))
+        loss = lambda params, ids, mask: -jnp.sum(score(params, Tokens(ids, ids, ids), mask)[0])
+        lowered = jax.jit(jax.grad(loss)).lower(abstract(lm.table, mesh, 0), ids, mask)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("time", [2**14, pytest.param(2**17, marks=pytest.mark.slow)])
+def test_what_a_device_stores_grows_with_its_part_of_the_tokens(time, monkeypatch):
+    """Training on 8 devices takes as much as on 4 with half the tokens, and no more than in proportion: no mask of a
+    part's tokens by a part's tokens is made ahead of the layers."""
+    monkeypatch.setattr(ring_module, "unrolled", lambda: False)  # hops in a loop, as everywhere but on CPUs
+    eight, half = stored(8, time), stored(8, time // 2)
+    assert eight < 2.2 * half
+    assert eight == pytest.approx(stored(4, time // 2), rel=0.15)
+    assert eight < 2500 * time  # a mask alone would be (time / 8)^2 / 2 for each hop

@@ -56,12 +56,14 @@ def _forward(m: int, q, k, v, segments: Segments):
     """The output; and for the backward pass, beside the inputs, the logarithm of every softmax's denominator."""
     n, rank = lax.axis_size("seq"), lax.axis_index("seq")
     fold = partial(_fold, m, k.shape[2])
+    # bound to q, or JAX would compute the masks of all tiles ahead of all layers, and keep them
+    q, segments, rank = lax.optimization_barrier((q, segments, rank))
     queries, kv, ids = fold(q), (fold(k), fold(v)), _fold_ids(m, segments)
 
     def tile(source, kv, state, pair):
         i, j = pair
         (key, value), (out, peak, total) = _at(kv, j), _at(state, i)
-        scores = _scores(_at(queries, i), key, ids, i, j, source)
+        scores = _scores(_at(queries, i), key, ids, i, j, rank, source)
         top = jnp.maximum(peak, jnp.max(scores, -1))
         # what a query summed before it saw a key is wiped out: its `old` is then exp(MASKED - a score) = 0
         weights, old = jnp.exp(scores - top[..., None]), jnp.exp(peak - top)
@@ -94,6 +96,7 @@ def _backward(m: int, residuals, d_out):
     q, k, v, segments, out, lse = residuals
     n, rank = lax.axis_size("seq"), lax.axis_index("seq")
     fold = partial(_fold, m, k.shape[2])
+    d_out, segments, rank = lax.optimization_barrier((d_out, segments, rank))  # as in `_forward`
     queries, kv, ids, d_out = fold(q), (fold(k), fold(v)), _fold_ids(m, segments), fold(d_out)
     delta = jnp.sum(d_out.astype(jnp.float32) * fold(out), -1)
 
@@ -102,7 +105,7 @@ def _backward(m: int, residuals, d_out):
         dq, dkv = state
         query, d, norm, shift = _at((queries, d_out, lse, delta), i)
         (key, value), (dk, dv) = _at(kv, j), _at(dkv, j)
-        p = jnp.exp(_scores(query, key, ids, i, j, source) - norm[..., None])
+        p = jnp.exp(_scores(query, key, ids, i, j, rank, source) - norm[..., None])
         ds = (p * (_dot("bkrh,bkth->bkrt", d, value) - shift[..., None])).astype(q.dtype)
         dv += _dot("bkrt,bkrh->bkth", p.astype(d.dtype), d)
         dk += _dot("bkrt,bkrh->bkth", ds, query)
@@ -140,9 +143,9 @@ def _pairs(m: int):
     return jnp.int32(i), jnp.int32(j)
 
 
-def _scores(query, key, ids: Segments, i, j, source) -> Float[Array, "B K R C"]:
-    """Of query tile i of this rank and key tile j of rank `source`, MASKED where the query does not see the key."""
-    n, rank, (m, _, c) = lax.axis_size("seq"), lax.axis_index("seq"), ids.q.shape
+def _scores(query, key, ids: Segments, i, j, rank, source) -> Float[Array, "B K R C"]:
+    """Of query tile i of rank `rank` and key tile j of `source`, MASKED where the query does not see the key."""
+    n, (m, _, c) = lax.axis_size("seq"), ids.q.shape
     position = lambda tile, shard: (tile * c + jnp.arange(c)) * n + shard
     past = position(i, rank)[:, None] >= position(j, source)[None]
     sees = (_at(ids.q, i)[:, :, None] == _at(ids.k, source * m + j)[:, None]) & past[None]
