@@ -19,8 +19,12 @@ quickstart: install
 test: install
 	$(BIN)/python -m pytest -n $(JOBS) tests
 
-slow: install
-	$(BIN)/python -m pytest -m slow tests
+slow: $(VENV)-compile/.installed  # apart: the GPU compiler without a driver has much to say in every process
+	$(VENV)-compile/bin/python -m pytest -m slow tests
+$(VENV)-compile/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-compile
+	$(VENV)-compile/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,compile]'
+	touch $@
 
 benchmarks: install
 	$(BIN)/python benchmarks/loop.py
