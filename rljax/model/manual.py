@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from rljax.mesh import island, spec_of
 from rljax.mesh.verbs import axes_of
@@ -38,7 +37,7 @@ def whole(dtype: str, zero: int, t: Tensor, w, stacked: bool = False):
     if dim is None or lax.axis_size("fsdp") == 1:
         return w
     gather = lambda w: lax.all_gather(w, "fsdp", axis=dim - stacked, tiled=True)
-    return checkpoint_name(island(gather, spec_of(w))(w), "gathered")
+    return island(gather, spec_of(w))(w)
 
 
 def scattered(zero: int, t: Tensor, g):
