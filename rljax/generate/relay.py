@@ -15,7 +15,8 @@ from rljax.generate.job import Job, repeat, windows
 from rljax.mesh import Placement, spec_of
 from rljax.mesh.verbs import axes_of
 from rljax.model.cached import after, prompts
-from rljax.model.manual import at, put
+from rljax.model.entries import at, put
+from rljax.model.manual import zeros
 from rljax.model.microbatches import cut, join
 from rljax.model.table import map_table
 
@@ -95,7 +96,7 @@ def _stage(job: Job, of, params, groups: int):
         return (send(x), *jax.tree.map(keep, (caches, states), tuple(new))), None
 
     x, caches, states = jax.eval_shape(lambda: fill(None, 0))
-    carry = _zeros(x), _zeros((caches, states), groups)[0], _zeros(states, groups)
+    carry = zeros(x), zeros((caches, states), groups)[0], zeros(states, groups)
     (_, caches, states), _ = lax.scan(prefill, carry, jnp.arange(groups + stages - 1))
     caches = tuple(
         jax.tree.map(lambda c: _flat(jax.vmap(lambda c: job.grown(c, spare=1))(c)), cache) for cache in caches
@@ -169,10 +170,3 @@ def _ungroup(x, n: int):
 def _flat(x):
     """Layers [G L ...] one after another."""
     return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=P(None, *spec_of(x).partitions[2:]))
-
-
-def _zeros(like, *lead: int):
-    new = lambda x: jnp.zeros(
-        (*lead, *x.shape), x.dtype, out_sharding=P(*(None,) * len(lead), *x.sharding.spec.partitions)
-    )
-    return jax.tree.map(new, like)

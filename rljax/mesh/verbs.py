@@ -20,6 +20,11 @@ def axes_of(entry) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
+def split_over(spec: P) -> tuple[str, ...]:
+    """All mesh axes of a placement, outermost dimension first."""
+    return tuple(axis for entry in spec.partitions for axis in axes_of(entry))
+
+
 def without(spec: P, *axes: str) -> P:
     """The placement with some mesh axes removed: what an array has after gathering over them."""
     kept = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in spec.partitions)
@@ -69,8 +74,7 @@ def reduced(x, axes=TOKENS):
     if within():
         return x
     spec = spec_of(x)
-    used = {axis for entry in spec.partitions for axis in axes_of(entry)}
-    return jax.reshard(x, P(*spec.partitions, reduced=spec.reduced | (frozenset(axes) - used)))
+    return jax.reshard(x, P(*spec.partitions, reduced=spec.reduced | (frozenset(axes) - {*split_over(spec)})))
 
 
 def gather(x, axis: str):

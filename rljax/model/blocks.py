@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rljax.mesh import Strategy, gather, island, reduced, shards, spec_of
-from rljax.mesh.verbs import axes_of, rows, without
+from rljax.mesh.verbs import axes_of, rows, split_over, without
 from rljax.model import attention, moe, nn
 from rljax.model.context import across
 from rljax.types import Tokens
@@ -62,8 +62,8 @@ def look_up(m, p, ids, spec: P):
         return lax.psum(x, "tensor")
 
     split = P(*without(spec, "tensor").partitions[:2])
-    over = {axis for entry in split.partitions for axis in axes_of(entry)}  # where tokens are whole, no sum is left
-    w = jax.reshard(w, P(*spec_of(w).partitions, reduced=spec_of(w).reduced & over))
+    left = spec_of(w).reduced & {*split_over(split)}  # where tokens are whole, no sum is left
+    w = jax.reshard(w, P(*spec_of(w).partitions, reduced=left))
     return island(local, spec)(w, jax.reshard(ids, split))
 
 

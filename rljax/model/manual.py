@@ -11,6 +11,7 @@ from jax import P, lax
 
 from rljax.mesh import island, spec_of
 from rljax.mesh.verbs import axes_of
+from rljax.model.entries import add_at, at, put
 from rljax.model.table import Tensor
 
 ROWS = ("data", "fsdp")  # of the axes that rows are split over, those that are manual
@@ -111,23 +112,3 @@ def _rounds(part: np.ndarray, held: int):
 
 def _led(x) -> P:
     return P(None, *spec_of(x).partitions)
-
-
-def at(tree, i):
-    """Entry i of every array."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
-
-
-def put(tree, new, i):
-    """The arrays with entry i replaced."""
-    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0), tree, new)
-
-
-def add_at(tree, new, i):
-    """The arrays with something added to entry i."""
-    return put(tree, add(at(tree, i), new), i)
-
-
-def add(tree, new):
-    """The sum, in the dtype of the first."""
-    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, new)

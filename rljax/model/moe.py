@@ -16,7 +16,7 @@ from jax import P, lax
 from jaxtyping import Array, Float, Int
 
 from rljax.mesh import island, spec_of
-from rljax.mesh.verbs import axes_of
+from rljax.mesh.verbs import axes_of, split_over
 from rljax.model.ragged import collect, pack, spread
 
 TINY = 1e-18  # keeps quotients by vanishing sums finite: float32 holds its inverse square, which their gradients have
@@ -135,8 +135,7 @@ def experts(
     x is whole over tensor; experts are split over expert and their widths over tensor. `out` is x's placement, or
     that with T split over tensor too: the sum over tensor is then a reduce-scatter.
     """
-    split = lambda spec: tuple(axis for entry in spec.partitions for axis in axes_of(entry))
-    tokens, mesh = split(spec_of(x)), jax.typeof(x).sharding.mesh
+    tokens, mesh = split_over(spec_of(x)), jax.typeof(x).sharding.mesh
     axes = tuple(dict.fromkeys((*tokens, "expert", "tensor")))
 
     def fit(a):
@@ -146,7 +145,7 @@ def experts(
 
     def varying(a, spec):
         """Here rather than where it is first used, so that a gradient is summed over axes once tokens are whole."""
-        for same in (spec.reduced, {*axes} - {*split(spec)} - spec.reduced):
+        for same in (spec.reduced, {*axes} - {*split_over(spec)} - spec.reduced):
             a = lax.pcast(a, tuple(axis for axis in axes if axis in same), to="varying")
         return a
 

@@ -20,7 +20,8 @@ from rljax.mesh import Strategy
 from rljax.mesh.orders import BW, IDLE
 from rljax.mesh.schedule import Schedule, build
 from rljax.model import manual, stage
-from rljax.model.manual import MANUAL, ROWS, at, put
+from rljax.model.entries import at, put
+from rljax.model.manual import MANUAL, ROWS
 from rljax.model.stage import Stage
 from rljax.model.table import LM, map_table
 from rljax.model.ticks import OPS, PASS, Carry, Sums

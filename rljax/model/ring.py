@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 
 from rljax.mesh import island, shards, spec_of
 from rljax.model.attention import MASKED, Segments
+from rljax.model.entries import at, put
 
 TILE = 512  # positions on a side of a tile, at most
 
@@ -62,13 +63,13 @@ def _forward(m: int, q, k, v, segments: Segments):
 
     def tile(source, kv, state, pair):
         i, j = pair
-        (key, value), (out, peak, total) = _at(kv, j), _at(state, i)
-        scores = _scores(_at(queries, i), key, ids, i, j, rank, source)
+        (key, value), (out, peak, total) = at(kv, j), at(state, i)
+        scores = _scores(at(queries, i), key, ids, i, j, rank, source)
         top = jnp.maximum(peak, jnp.max(scores, -1))
         # what a query summed before it saw a key is wiped out: its `old` is then exp(MASKED - a score) = 0
         weights, old = jnp.exp(scores - top[..., None]), jnp.exp(peak - top)
         out = out * old[..., None] + _dot("bkrt,bkth->bkrh", weights.astype(value.dtype), value)
-        return _put(state, (out, top, total * old + jnp.sum(weights, -1)), i), None
+        return put(state, (out, top, total * old + jnp.sum(weights, -1)), i), None
 
     def hop(source, kv, state):
         return lax.scan(partial(tile, source, kv), state, _pairs(m))[0]
@@ -103,14 +104,14 @@ def _backward(m: int, residuals, d_out):
     def tile(source, kv, state, pair):
         i, j = pair
         dq, dkv = state
-        query, d, norm, shift = _at((queries, d_out, lse, delta), i)
-        (key, value), (dk, dv) = _at(kv, j), _at(dkv, j)
+        query, d, norm, shift = at((queries, d_out, lse, delta), i)
+        (key, value), (dk, dv) = at(kv, j), at(dkv, j)
         p = jnp.exp(_scores(query, key, ids, i, j, rank, source) - norm[..., None])
         ds = (p * (_dot("bkrh,bkth->bkrt", d, value) - shift[..., None])).astype(q.dtype)
         dv += _dot("bkrt,bkrh->bkth", p.astype(d.dtype), d)
         dk += _dot("bkrt,bkrh->bkth", ds, query)
-        dq = _put(dq, _at(dq, i) + _dot("bkrt,bkth->bkrh", ds, key), i)
-        return (dq, _put(dkv, (dk, dv), j)), None
+        dq = put(dq, at(dq, i) + _dot("bkrt,bkth->bkrh", ds, key), i)
+        return (dq, put(dkv, (dk, dv), j)), None
 
     def hop(source, kv, dq):
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), kv)
@@ -148,7 +149,7 @@ def _scores(query, key, ids: Segments, i, j, rank, source) -> Float[Array, "B K 
     n, (m, _, c) = lax.axis_size("seq"), ids.q.shape
     position = lambda tile, shard: (tile * c + jnp.arange(c)) * n + shard
     past = position(i, rank)[:, None] >= position(j, source)[None]
-    sees = (_at(ids.q, i)[:, :, None] == _at(ids.k, source * m + j)[:, None]) & past[None]
+    sees = (at(ids.q, i)[:, :, None] == at(ids.k, source * m + j)[:, None]) & past[None]
     scores = _dot("bkrh,bkth->bkrt", query, key) / sqrt(query.shape[-1])
     return jnp.where(jnp.tile(sees, (1, query.shape[2] // c, 1))[:, None], scores, MASKED)
 
@@ -175,14 +176,6 @@ def _rotate(tree, by: int):
     """From each rank to the one `by` further; nothing moves on one."""
     n = lax.axis_size("seq")
     return tree if n == 1 else lax.ppermute(tree, "seq", [(r, (r + by) % n) for r in range(n)])
-
-
-def _at(tree, i):
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
-
-
-def _put(tree, new, i):
-    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
 
 
 def _fold(m: int, k: int, x: Float[Array, "B T N H"]) -> Float[Array, "m B K R H"]:

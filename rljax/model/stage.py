@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from rljax.mesh import Strategy
 from rljax.model import manual, order, stack
+from rljax.model.entries import at
 from rljax.model.halves import halve
 from rljax.model.table import LM, is_tensor, map_table
 from rljax.types import Tokens
@@ -35,8 +36,8 @@ class Stage(NamedTuple):
 
 def begin(s: Stage, head, m):
     """The residual stream of microbatch m where the layers over pipe begin, and the frame that all blocks share."""
-    x, frame = s.lm.embed(_ends(s, head), order.deal(manual.at(s.tokens, m), s.strategy), s.strategy)
-    for layers in s.lm.stacks(head.replace(layers=manual.at(s.work, 0)), frame)[:-1]:
+    x, frame = s.lm.embed(_ends(s, head), order.deal(at(s.tokens, m), s.strategy), s.strategy)
+    for layers in s.lm.stacks(head.replace(layers=at(s.work, 0)), frame)[:-1]:
         first = lambda x, w: s.lm.block(x, _whole(s, s.lm.table.first, w, stacked=True), frame)
         x, _ = stack.through(first, x, layers, s.strategy.remat)
     return x, frame
@@ -44,7 +45,7 @@ def begin(s: Stage, head, m):
 
 def frame(s: Stage, m):
     """The frame alone: the stream, of which nothing is read, is dead code."""
-    return s.lm.embed(_ends(s, s.head), order.deal(manual.at(s.tokens, m), s.strategy), s.strategy)[1]
+    return s.lm.embed(_ends(s, s.head), order.deal(at(s.tokens, m), s.strategy), s.strategy)[1]
 
 
 def through(s: Stage, w, x, frame, start):
@@ -55,12 +56,12 @@ def through(s: Stage, w, x, frame, start):
 
 def finish(s: Stage, head, x, m):
     """What the tail makes of microbatch m."""
-    return s.tail(_ends(s, head), x, manual.at(s.parts, m))
+    return s.tail(_ends(s, head), x, at(s.parts, m))
 
 
 def halved(s: Stage, w, x, frame) -> Stage:
     """The stage with its blocks' backward pass in two halves, for arguments of these types."""
-    w, layer = jax.eval_shape(lambda w, frame: manual.at((w, _layers(s, w, frame, 0)), 0), w, frame)
+    w, layer = jax.eval_shape(lambda w, frame: at((w, _layers(s, w, frame, 0)), 0), w, frame)
     weights = lambda layer, w: _map(lambda t, old, new: old if t is None else new, s.lm.table.layers, layer, w)
     block = lambda w, x, rest: _block(s, weights(rest[0], w), x, rest[1])
     return s._replace(halves=halve(block, w, x, (layer, frame)))

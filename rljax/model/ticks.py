@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from rljax.mesh.orders import BI, BW, IDLE, B, F
 from rljax.model import stage
-from rljax.model.manual import add, add_at, at, put
+from rljax.model.entries import add, add_at, at, put
 from rljax.model.stage import Stage
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from rljax.mesh.axes import AXES, BATCH
 from rljax.mesh.file import ROLES, STAGES, MeshFile, Placement
-from rljax.mesh.verbs import axes_of, without
+from rljax.mesh.verbs import axes_of, split_over, without
 from rljax.model.table import LM, Tensor, is_tensor, misfits
 
 MODEL = ("fsdp", "pipe", "tensor", "expert")  # the axes that may split parameters, while no table says which do
@@ -47,7 +47,7 @@ def describe(
     """
     roles = roles or {}
     tensors = jax.tree.leaves([lm.table for lm, _ in roles.values()], is_leaf=is_tensor)
-    named = {axis for t in tensors for entry in t.spec.partitions for axis in axes_of(entry)}
+    named = {axis for t in tensors for axis in split_over(t.spec)}
     stages = {}
     for name, (placement, present) in _invocations(mesh_file, roles).items():
         training = {role: roles[role][1] and name.startswith("train") for role in present}

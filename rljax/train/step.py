@@ -8,7 +8,7 @@ import optax
 from jax import P
 
 from rljax.mesh import Strategy, reduced, scatter, spec_of
-from rljax.mesh.verbs import TOKENS, axes_of
+from rljax.mesh.verbs import TOKENS, axes_of, split_over
 from rljax.model.forward import logprobs, scores
 from rljax.model.microbatches import cut
 from rljax.model.pipeline import value_and_grad
@@ -139,7 +139,7 @@ def gradients(
 
     def empty(t, w):
         spec = t.updated(zero) if zero >= 2 else t.placed(zero)
-        axes = frozenset(TOKENS) - {axis for entry in spec.partitions for axis in axes_of(entry)}
+        axes = frozenset(TOKENS) - {*split_over(spec)}
         return jnp.zeros(w.shape, jnp.float32, out_sharding=P(*spec.partitions, unreduced=axes))
 
     held = jax.tree.map(reduced, params)
