@@ -1,7 +1,7 @@
 """Law: the update that trains compiles for chips that are not there, on every layout, with the state that the table
 says, the collectives of its layout, and no array made whole by accident.
 
-Run as a program, `python test_aot.py CASE` compiles one and prints what it needs.
+Run as a program, `python test_aot.py CASE [CHANGES]` compiles one and prints what it needs; the changes are JSON.
 """
 
 import json
@@ -168,6 +168,19 @@ def test_every_layout_compiles_for_every_chip(name):
     check(name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", [pytest.param(c, marks=available(c)) for c in ("v5e:2x4", "v5p:2x2x2", "h100:8")])
+@pytest.mark.parametrize("remat, sums", [("none", 4), ("block", 5)])
+def test_tensor_parallelism_sums_the_stream_four_times_a_layer(chips, remat, sums):
+    """By what two more layers add. Five where a block is recomputed."""
+    less, more = (
+        apart(__file__, f"{chips} tensor", json.dumps({"layers": layers, "strategy": dict(zero=0, remat=remat)}))
+        for layers in (6, 8)
+    )
+    added = {k: more["collectives"][k]["count"] - less["collectives"][k]["count"] for k in less["collectives"]}
+    assert added == {AR: 2 * sums}
+
+
 def whole():
     """A resharding that no collective can do: XLA:TPU makes the whole array on each device."""
     mesh = Layout(data=2, fsdp=2, tensor=2).mesh(topology("v5e:2x4"))
@@ -209,5 +222,6 @@ def test_mistakes_are_one_line(name, said, monkeypatch):
 
 if __name__ == "__main__":
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    program = whole() if sys.argv[1] == "whole" else compiled(CASES[sys.argv[1]])
+    name, *changes = sys.argv[1:]
+    program = whole() if name == "whole" else compiled(CASES[name]._replace(**json.loads(*changes or ["{}"])))
     print(json.dumps(report(program)))
