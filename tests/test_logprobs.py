@@ -166,10 +166,12 @@ def test_padding_is_invisible():
 
 
 def states():
-    """Positions P - 1 to P + T - 2 of each row: the states before its T completion tokens."""
+    """Positions P - 1 to P + T - 2 of each row: the states before its T completion tokens, save that whose next token
+    begins another sequence."""
     rollout, t = batch(), np.arange(TIME)[None]
     row = (t >= rollout.prompt_length[:, None] - 1) & (t <= rollout.length[:, None] - 2)
-    return row & rollout.mask.any(1, keepdims=True)
+    ends = np.diff(rollout.tokens.segments, append=0) == 1
+    return row & ~ends & rollout.mask.any(1, keepdims=True)
 
 
 @pytest.mark.pitfall("T-15")

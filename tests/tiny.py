@@ -161,15 +161,18 @@ def oracle_logprobs(logits, ids, mask, xp=np):
 
 @cache
 def tokens() -> tuple[Tokens, np.ndarray, np.ndarray, np.ndarray]:
-    """Mixed rows: prompts of 2 to 7 tokens, completions of 1 to 9, some ended by id 0, which is also what pads."""
+    """Mixed rows: prompts of 2 to 7 tokens, completions of 1 to 9, some ended by id 0, which is also what pads. Some
+    hold a second sequence, whose prompt is one token."""
     rng, row, t = np.random.default_rng(0), np.arange(ROWS, dtype=np.int32), np.arange(TIME, dtype=np.int32)[None]
     prompt = 2 + row * 5 % 6
     length = prompt + np.where(row == FILLER, 0, 1 + row * 7 % 9)
     inside = t < length[:, None]
     ids = np.where(inside, rng.integers(1, 48, (ROWS, TIME)), 0).astype(np.int32)
     ids[row[::2], length[::2] - 1] = 0
-    tokens = Tokens(ids, np.where(inside, t, 0), inside.astype(np.int32))
-    return tokens, inside & (t >= prompt[:, None]), prompt, length
+    cut = np.where((row % 3 == 1) & (length - prompt > 3), length - 3, TIME)[:, None]  # where a second sequence begins
+    positions = np.where(t < cut, t, t - cut)
+    tokens = Tokens(ids, np.where(inside, positions, 0), np.where(inside, 1 + (t >= cut), 0).astype(np.int32))
+    return tokens, inside & (t >= prompt[:, None]) & (t != cut), prompt, length
 
 
 @cache
