@@ -28,7 +28,7 @@ from timing import Compiles, Spent, interleave, middle, ratio, timed
 from rljax.errors import RunFailed, UserError, nearest
 from rljax.mesh import spec_of
 from rljax.mesh.file import parse
-from rljax.model import attention, decoder, nn, order, stack
+from rljax.model import attention, cached, nn, order, stack
 from rljax.run import devices
 
 KEPT = '[train]\nremat = "none"\n'  # as the quickstart trains
@@ -120,7 +120,7 @@ def rope(lab: Lab) -> Iterator[Row]:
 
 def unrolled(lab: Lab) -> Iterator[Row]:
     """so few layers unrolled, instead of scanned"""
-    scanned = lab.bench((decoder, "UNROLL", 0), (stack, "UNROLL", 0))
+    scanned = lab.bench((stack, "UNROLL", 0), (cached, "UNROLL", 0))
     yield from lab.compare("unrolled", scanned, lab.product, ("update", "generate"))
 
 

@@ -174,6 +174,28 @@ def test_experts_draw_the_same_tokens_on_every_layout(case):
         assert tiny.identical(one.tokens, other.tokens) and np.abs(one.logp - other.logp).max() < 1e-4
 
 
+TRAINED = {case: ("rich", *rest) for case, rest in tiny.LAYOUTS.items()} | tiny.EXPERT_LAYOUTS | tiny.PRODUCTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAINED)
+def test_every_layout_of_training_scores_and_draws_alike(case):
+    """Log-probabilities of the actor, as it is trained, and of a reference, a replica; rows of two sequences too."""
+    name, layout, strategy = TRAINED[case]
+    lm, mesh, rollout = MODELS[name].build(), layout.mesh(), tiny.batch(name).rollout
+    tok, mask = rollout.tokens, rollout.mask
+    logits = tiny.oracle(MODELS[name], tiny.weights(name), tok.ids, tok.positions, tok.segments)
+    expected, entropy = tiny.oracle_logprobs(logits, tok.ids, mask)
+    for strategy in (strategy, strategy | {"zero": 0}):
+        with jax.set_mesh(mesh):
+            params = jax.device_put(tiny.weights(name), shardings(lm.table, mesh, strategy.get("zero", 3)))
+            score = jax.jit(lambda *args: logprobs(lm, *args, strategy=Strategy(**strategy))[:2])  # noqa: B023
+            got = jax.device_get(score(params, *tiny.place((tok, mask), mesh)))
+        assert np.abs(got[0] - expected).max() < 2e-5 and np.abs(got[1] - entropy).max() < 2e-5
+    one, other = sampler(name=name)(GREEDY), sampler(layout, name, **strategy)(GREEDY)
+    assert tiny.identical(one.tokens, other.tokens) and np.abs(one.logp - other.logp).max() < 1e-4
+
+
 @pytest.mark.pitfall("T-86")
 def test_samples_differ_and_depend_on_seed_uid_and_number_alone():
     rollout = sampler()(Sampling())
