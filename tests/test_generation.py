@@ -156,7 +156,7 @@ def test_sampler_logp_equals_trainer_logp(name, layout):
 
 
 @pytest.mark.pitfall("T-86")
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", tiny.ordinary(LAYOUTS, "fsdp", "pipe", "ulysses", "ring"))
 def test_every_layout_draws_the_same_tokens(case):
     layout, strategy = LAYOUTS[case]
     for s in (SAMPLINGS["plain"], SAMPLINGS["all"], GREEDY):
@@ -166,7 +166,7 @@ def test_every_layout_draws_the_same_tokens(case):
         assert tiny.identical(rest(one), rest(other))
 
 
-@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("case", tiny.ordinary(EXPERTS, "fsdp tensor expert", "pipe expert"))
 def test_experts_draw_the_same_tokens_on_every_layout(case):
     name, layout, strategy = EXPERTS[case]
     for s in (SAMPLINGS["plain"], GREEDY):
@@ -186,10 +186,10 @@ def test_every_layout_of_training_scores_and_draws_alike(case):
     tok, mask = rollout.tokens, rollout.mask
     logits = tiny.oracle(MODELS[name], tiny.weights(name), tok.ids, tok.positions, tok.segments)
     expected, entropy = tiny.oracle_logprobs(logits, tok.ids, mask)
-    for strategy in (strategy, strategy | {"zero": 0}):
+    for role in (Strategy(**strategy), Strategy(**strategy | {"zero": 0})):
         with jax.set_mesh(mesh):
-            params = jax.device_put(tiny.weights(name), shardings(lm.table, mesh, strategy.get("zero", 3)))
-            score = jax.jit(lambda *args: logprobs(lm, *args, strategy=Strategy(**strategy))[:2])  # noqa: B023
+            params = jax.device_put(tiny.weights(name), shardings(lm.table, mesh, role.zero))
+            score = jax.jit(lambda *args: logprobs(lm, *args, strategy=role)[:2])  # noqa: B023
             got = jax.device_get(score(params, *tiny.place((tok, mask), mesh)))
         assert np.abs(got[0] - expected).max() < 2e-5 and np.abs(got[1] - entropy).max() < 2e-5
     one, other = sampler(name=name)(GREEDY), sampler(layout, name, **strategy)(GREEDY)
@@ -295,6 +295,14 @@ def test_filler_rows_generate_nothing():
     assert not rollout.mask[~REAL].any() and rollout.mask[REAL].any(1).all()
     assert np.array_equal(rollout.length[~REAL], rollout.prompt_length[~REAL])
     assert np.all(rollout.logp[~REAL] == 0) and np.all(rollout.uid[~REAL] == PAD_UID)
+
+
+@pytest.mark.parametrize("name, layout", [("rich", ONE), ("rich", Layout(seq=2, tensor=2)), ("deepseek", ONE)], ids=str)
+def test_one_row(name, layout):
+    """Rows of a batch and a batch of one row draw alike."""
+    args = dict(ids=prompts()[:1], length=LENGTHS[:1], uid=UID[:1])
+    many, one = sampler(name=name)(Sampling()), sampler(layout, name, n=1)(Sampling(), **args)
+    assert completions(one) == completions(many)[:1]
 
 
 @pytest.mark.pitfall("T-20")
@@ -403,7 +411,7 @@ def test_impossible_settings_are_one_line_errors(sampling, training, field):
     GREEDY.check(training=False), Sampling(0.6, 5, 0.9, 0.1).check(training=True)
 
 
-@pytest.mark.parametrize("case", ["one", "expert seq", "pipe"])
+@pytest.mark.parametrize("case", tiny.ordinary(["one", "expert seq", "pipe"], "pipe"))
 def test_the_experts_chosen_travel_with_the_tokens(case):
     """Replayed with other weights, the policy is that of the sampler's experts; else each token chooses anew."""
     layout, strategy = {

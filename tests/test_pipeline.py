@@ -33,7 +33,6 @@ FOUR = Layout(pipe=4, fsdp=2), dict(microbatches=4, schedule="1f1b")
 CASES = {  # model, layout, strategy
     "sequence parallel": ("rich", Layout(pipe=2, fsdp=2, tensor=2),
                           dict(microbatches=4, schedule="1f1b", sequence_parallel=True)),
-    "zero 1": ("plain", Layout(pipe=2, data=2, fsdp=2, tensor=2), dict(microbatches=2, zero=1)),
     "gathered keys": ("rich", Layout(pipe=2, data=2, seq=2), dict(microbatches=4, schedule="dualpipe", zero=0)),
     "ulysses": ("deep", Layout(pipe=2, fsdp=2, seq=2),
                 dict(microbatches=4, schedule="zb-v", context="ulysses", zero=2)),
@@ -41,9 +40,10 @@ CASES = {  # model, layout, strategy
     "four stages": ("deep", *FOUR),
     "interleaved": ("deep", Layout(pipe=2, data=2), dict(microbatches=4, schedule="interleaved")),
     "zb-h1": ("deep", Layout(pipe=4, tensor=2), dict(microbatches=4, schedule="zb-h1")),
-    "experts": ("deepseek", Layout(pipe=2, fsdp=2, expert=2), dict(microbatches=2, schedule="1f1b", remat="names")),
 }  # fmt: skip
 SLOW = {
+    "zero 1": ("plain", Layout(pipe=2, data=2, fsdp=2, tensor=2), dict(microbatches=2, zero=1)),
+    "experts": ("deepseek", Layout(pipe=2, fsdp=2, expert=2), dict(microbatches=2, schedule="1f1b", remat="names")),
     "zb-v": ("deep", Layout(pipe=2, fsdp=2, tensor=2), dict(microbatches=4, schedule="zb-v")),
     "dualpipe": ("rich", Layout(pipe=2, fsdp=2, tensor=2), dict(microbatches=4, schedule="dualpipe", zero=2)),
     "tensor beyond key/value heads": ("plain", Layout(pipe=2, tensor=4), dict(microbatches=2, schedule="zb-h1")),
@@ -57,7 +57,7 @@ SLOW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize("case", tiny.ordinary(CASES | SLOW, *SLOW))
 def test_a_pipeline_computes_the_single_device_update(case):
     model, layout, strategy = (CASES | SLOW)[case]
     result = tiny.step(model, layout, **strategy)(tiny.batch(model))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
@@ -77,6 +78,14 @@ EXPERT_LAYOUTS = {
     "deepseek, data expert": ("deepseek", Layout(data=2, fsdp=2, expert=2), dict(remat="names")),
     "deepseek, tensor": ("deepseek", Layout(tensor=4, expert=2), dict(sequence_parallel=True)),
 }
+
+
+def ordinary(cases, *slow: str) -> list:
+    """Parameters of a test, of which some are slow: others cover what they do."""
+    assert {*slow} <= {*cases}
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case in slow)) for case in cases]
+
+
 # every term and both clips have a gradient (T-12)
 OBJECTIVE = Objective(loss=Clip(0.2, 0.28, dual=3.0), reduction=sequence_mean_token_mean, kl=0.1, entropy=0.01)
 ROWS, TIME = 32, 16

@@ -16,6 +16,7 @@ from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.mesh import gather, island, shards, spec_of
+from rljax.model import nn
 
 MASKED = -1e30  # not -inf: a row with nothing to see stays finite
 BLOCKS = 512, 256, 128  # tiles of the TPU kernel, the first that divides the queries of a device
@@ -32,11 +33,10 @@ def dense(
     q: Float[Array, "B S N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], mask: Bool[Array, "B S T"]
 ) -> Float[Array, "B S N H"]:
     """The reference form, which every backend runs. Scores and softmax in float32; mask is True where q sees k."""
-    b, s, n, h = q.shape
-    q = q.reshape(b, s, k.shape[2], -1, h)
-    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) / sqrt(h)
+    q = nn.unfold(q, 2, k.shape[2])
+    scores = jnp.einsum("bskgh,btkh->bkgst", q, k, preferred_element_type=jnp.float32) / sqrt(q.shape[-1])
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), -1).astype(v.dtype)
-    return jnp.einsum("bkgst,btkh->bskgh", weights, v).reshape(b, s, n, h)
+    return nn.fold(jnp.einsum("bkgst,btkh->bskgh", weights, v), 2)
 
 
 def striped(
@@ -46,16 +46,15 @@ def striped(
 
     Each sums what its stripe contributes, relative to the largest score of all (as Flash-Decoding does).
     """
-    b, s, n, h = q.shape
-    q = jnp.reshape(q, (b, s, k.shape[3], -1, h))
-    scores = jnp.einsum("bskgh,bctkh->bkgsct", q, k, preferred_element_type=jnp.float32) / sqrt(h)
+    q = nn.unfold(q, 2, k.shape[3])
+    scores = jnp.einsum("bskgh,bctkh->bkgsct", q, k, preferred_element_type=jnp.float32) / sqrt(q.shape[-1])
     scores = jnp.where(mask[:, None, None], scores, MASKED)
     weights = jnp.exp(scores - jnp.max(scores, (-2, -1), keepdims=True))
     total = jnp.sum(weights, (-2, -1))
     out = jnp.einsum(
         "bkgsct,bctkh->bkgsh", weights.astype(v.dtype), v, out_sharding=P(*spec_of(total).partitions, None)
     )
-    return jnp.moveaxis((out / total[..., None]).astype(v.dtype), 3, 1).reshape(b, s, n, h)
+    return nn.fold(jnp.moveaxis((out / total[..., None]).astype(v.dtype), 3, 1), 2)
 
 
 def causal(

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from rljax.mesh import island, spec_of
 from rljax.mesh.verbs import axes_of, split_over
+from rljax.model import nn
 from rljax.model.ragged import collect, pack, spread
 
 TINY = 1e-18  # keeps quotients by vanishing sums finite: float32 holds its inverse square, which their gradients have
@@ -114,10 +115,10 @@ def _choose(m: Experts, scores: Float[Array, "B T E"], bias: Float[Array, "E"] |
     scores = scores if bias is None else scores + bias[None, None]
     if m.groups > 1:
         size = m.count // m.groups
-        grouped = scores.reshape(*scores.shape[:2], m.groups, size)
+        grouped = nn.unfold(scores, 2, m.groups)
         best = lax.top_k(jnp.sum(lax.top_k(grouped, min(2, size))[0], -1), m.top_groups)[1]
         allowed = jnp.any(best[..., None] == jnp.arange(m.groups)[None, None, None], -2)
-        scores = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores.shape)
+        scores = nn.fold(jnp.where(allowed[..., None], grouped, -jnp.inf), 2)
     return lax.top_k(scores, m.top_k)[1]
 
 

@@ -39,6 +39,23 @@ def matmul(x: Float[Array, "B T D"], w: Float[Array, "D F"], out: P | None = Non
     return jnp.reshape(y, (b, t, w.shape[1]), out_sharding=P(rows, time, spec_of(y).partitions[1]))
 
 
+def unfold(x: Float[Array, "..."], dim: int, parts: int) -> Float[Array, "..."]:
+    """Dimension `dim` as two, the first of `parts` entries and split over the mesh as the whole was.
+
+    JAX infers as much, but 0.12 not beside another dimension of size 1.
+    """
+    entries, shape = spec_of(x).partitions, x.shape
+    spec = P(*entries[: dim + 1], None, *entries[dim + 1 :], reduced=spec_of(x).reduced)
+    return jnp.reshape(x, (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :]), out_sharding=spec)
+
+
+def fold(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+    """What `unfold` did, undone."""
+    entries, shape = spec_of(x).partitions, x.shape
+    spec = P(*entries[: dim + 1], *entries[dim + 2 :], reduced=spec_of(x).reduced)
+    return jnp.reshape(x, (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]), out_sharding=spec)
+
+
 def scale(x: Float[Array, "*B D"], w: Float[Array, "D"]) -> Float[Array, "*B D"]:
     """x * w, written as a matmul so that w may be `reduced`: its gradient is summed over microbatches first."""
     return jnp.einsum("...d,d->...d", x, reduced(w, split(x)))
