@@ -12,7 +12,7 @@ from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.generate.job import Job, repeat, windows
-from rljax.mesh import Placement, spec_of
+from rljax.mesh import spec_of
 from rljax.mesh.verbs import axes_of
 from rljax.model.cached import after, prompts
 from rljax.model.entries import at, put
@@ -36,7 +36,7 @@ class Progress(NamedTuple):
 
 def relay(job: Job, params):
     """ids and log-probabilities [R M] of all rows, and what routes their caches hold."""
-    groups = max(job.strategy.microbatches, jax.sharding.get_abstract_mesh().shape["pipe"])
+    groups = in_flight(job.strategy.microbatches, jax.sharding.get_abstract_mesh().shape["pipe"])
     per_row = lambda x: _group(x, job.n, groups) if x.ndim else jnp.broadcast_to(x, (groups,))
     keys, filler = per_row(jax.random.key_data(job.keys)), per_row(job.filler)
     parts = cut((job.prompts, job.lengths), groups), keys, filler, jax.tree.map(per_row, job.sampling)
@@ -65,9 +65,9 @@ def relay(job: Job, params):
     return _ungroup(ids, job.n), _ungroup(logp, job.n), routes
 
 
-def in_flight(placement: Placement) -> int:
+def in_flight(microbatches: int, stages: int) -> int:
     """The groups of rows that generation has at a time: as many as microbatches, at least one for each stage."""
-    return max(placement.microbatches, placement.layout.pipe) if placement.layout.pipe > 1 else 1
+    return max(microbatches, stages) if stages > 1 else 1
 
 
 def _stage(job: Job, of, params, groups: int):

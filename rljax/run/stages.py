@@ -104,7 +104,9 @@ def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bo
     if placement.layout.pipe > 1 and platform != "cpu" and jax.__version_info__ < (0, 12):
         rule = f"JAX {jax.__version__} cannot compile pipelines for {platform}: 0.12 or newer, or pipe = 1, would do"
         raise UserError(f"{mesh.path}: [{stage}] pipe = {placement.layout.pipe}: {rule}")
-    pieces = in_flight(placement) if stage == "generate" else placement.microbatches
+    pieces = placement.microbatches
+    if stage == "generate":
+        pieces = in_flight(pieces, placement.layout.pipe)
     return Place(placement.layout.mesh(devices[mesh.devices_of(placement)]), placement, pieces)
 
 
