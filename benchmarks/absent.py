@@ -33,9 +33,9 @@ def blank(run: Run) -> Assessed:
 
 def begun(stages: Stages) -> TrainState:
     """The state that training starts from, without values."""
-    place = stages.train
+    place, lm = stages.actor.place, stages.actor.lm
     with jax.set_mesh(place.mesh):
-        state = jax.eval_shape(stages.programs["adopt"], abstract(stages.lm.table, place.mesh, place.placement.zero))
+        state = jax.eval_shape(stages.programs["adopt/actor"], abstract(lm.table, place.mesh, place.placement.zero))
 
     def placed(x):  # of a scalar the type says nothing
         where = NamedSharding(place.mesh, x.sharding.spec if x.ndim else P())

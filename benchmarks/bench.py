@@ -10,6 +10,7 @@ from rljax.mesh.file import MeshFile
 from rljax.run.run import Run
 from rljax.run.schedules import problems_of
 from rljax.run.stages import Stages, build
+from rljax.train.metrics import combine
 from rljax.types import Assessed, Rollout, TrainState
 
 
@@ -20,7 +21,7 @@ class Bench:
         self.run, self.patches = run, patches
         self.stages = build(run, mesh)
         with self.compiling():
-            self.state = self.stages.begin(run.seed)
+            self.state = self.stages.actor.begin(run.seed)
             self.prompts = problems_of(run, self.stages, 1)
             self.publish()
 
@@ -39,9 +40,9 @@ class Bench:
 
     def update(self, batch: Assessed) -> dict[str, float]:
         self.params = None
-        self.state, metrics = self.stages.update(self.state, batch)
+        self.state, metrics = self.stages.actor.update(self.state, batch)
         jax.block_until_ready(self.state)
-        return {name: float(value) for name, value in metrics.items()}
+        return combine([jax.device_get(metrics)])
 
     def batch(self) -> Assessed:
         """This bench's completions."""
@@ -57,15 +58,15 @@ def assessed(run: Run, rollout: Rollout) -> Assessed:
 
 
 def traced(stages: Stages, state: TrainState, batch: Assessed) -> jax.stages.Traced:
-    """The very program that `stages.update` calls, for arrays or for what is known of them."""
-    place = stages.train
+    """The very program that `stages.actor.update` calls, for arrays or for what is known of them."""
+    place = stages.actor.place
     with jax.set_mesh(place.mesh):
-        return stages.programs["train"].trace(state, place.abstract(fit(batch, place.rows, place.columns)))
+        return stages.programs["train/actor"].trace(state, place.abstract(fit(batch, place.rows, place.columns)))
 
 
 def compiled(stages: Stages, program: jax.stages.Traced) -> jax.stages.Compiled:
-    """Lowered within the mesh too, so that `stages.update` finds it compiled."""
-    with jax.set_mesh(stages.train.mesh):
+    """Lowered within the mesh too, so that `stages.actor.update` finds it compiled."""
+    with jax.set_mesh(stages.actor.place.mesh):
         return program.lower().compile()
 
 

@@ -24,12 +24,12 @@ STAGES = ("generate", "reshard", "assess", "train")
 def measure(run, mesh, compiles: Compiles) -> dict:
     """Takes run.steps steps and returns the report of them."""
     stages = build(run, mesh)
+    layout = lambda place: str(place.placement.layout)
     show = lambda stage: setattr(compiles, "stage", stage)
     show("begin")
-    state = stages.begin(run.seed)
-    reference = stages.freeze(state.params) if "reference" in run.roles else None
+    states, frozen = stages.fresh(run.seed)
     history = []
-    for _, metrics, _ in run.schedule(run, stages, state, reference, 1, show):
+    for _, metrics, _ in run.schedule(run, stages, states, frozen, 1, show):
         history.append({name: float(value) for name, value in metrics.items()})
     later = history[1:] or history
     of = lambda name, steps=later: [step[f"seconds/{name}"] for step in steps]
@@ -39,7 +39,7 @@ def measure(run, mesh, compiles: Compiles) -> dict:
     mean = lambda name: median(step[name] for step in later) if name in history[0] else None
     return {
         "mesh": mesh.path,
-        "layout": {"train": str(stages.train.placement.layout), "generate": str(stages.generate.placement.layout)},
+        "layout": {"train": layout(stages.actor.place), "generate": layout(stages.generate)},
         "steps": len(history),
         "stages": {
             name: {

@@ -84,7 +84,7 @@ def bytes_per_device(tree) -> int:
 
 def facts(run: Run, mesh: MeshFile, stages: Stages, state, batch: Assessed, flops: int, program) -> dict:
     """What a compiled update needs of a device, and what the closed forms predict of it."""
-    place, needs, lm = stages.train, topology.report(program), run.roles["actor"].lm
+    place, needs, lm = stages.actor.place, topology.report(program), run.roles["actor"].lm
     p = place.placement
     rows, time = fit(batch, place.rows, place.columns).rollout.mask.shape
     return {
@@ -152,7 +152,7 @@ def here(args, meshes: list[MeshFile]) -> dict:
     jax.config.update("jax_num_cpu_devices", len(chips))
     mesh, compiles = widened(meshes[0], len(chips)), Compiles()
     stages, simulated = build(args.run, mesh, chips), build(args.run, mesh)
-    batch = fit(blank(args.run), stages.train.rows, stages.train.columns)
+    batch = fit(blank(args.run), stages.actor.place.rows, stages.actor.place.columns)
     state = begun(stages)
     flops = dot_flops(traced(simulated, begun(simulated), batch).jaxpr)  # no kernels of chips there
     compiles.stage = "update"

@@ -11,7 +11,7 @@ from rljax.data.tokenizer import Characters
 from rljax.model.decoder import Decoder
 from rljax.run.run import Checkpoints, Evaluation, Fresh, Reached, Role, Run
 from rljax.run.schedules import supervised, synchronous
-from rljax.train.objectives import grpo, sft
+from rljax.train.algorithms import grpo, sft
 from rljax.train.optimizer import AdamW
 
 LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm=True)

@@ -53,6 +53,8 @@ class Assessed:
     token_rewards: Float[Array, "B T"] | None = None
     values: Float[Array, "B T"] | None = None
     returns: Float[Array, "B T"] | None = None
+    prox_logp: Float[Array, "B T"] | None = None  # of the actor as the step began
+    target: Float[Array, "B T"] | None = None  # what a loss compares with: a margin, a baseline, a label
 
 
 @struct.dataclass
@@ -63,3 +65,5 @@ class TrainState:
     skipped: Int[Array, ""]  # consecutive updates skipped because they were not finite
     params: Any
     optimizer: Any
+    kl: Float[Array, ""]  # the coefficient now, where it adapts
+    moments: Float[Array, "3"]  # of returns, where a critic's are normalized

@@ -17,6 +17,7 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
+from rljax.assess.advantages import GroupRelative
 from rljax.errors import RunFailed, UserError
 from rljax.mesh import BATCH, Layout, Strategy
 from rljax.mesh.verbs import axes_of, without
@@ -24,7 +25,7 @@ from rljax.model.decoder import Decoder
 from rljax.model.moe import Experts
 from rljax.model.table import abstract, is_tensor, map_table
 from rljax.plan.topology import apart, report, topology
-from rljax.run.stages import OPTIONS
+from rljax.run.place import OPTIONS
 from rljax.train.losses import Clip
 from rljax.train.objectives import Objective
 from rljax.train.optimizer import AdamW
@@ -85,7 +86,7 @@ def compiled(case: Case):
     """The update of a decoder on sequences of 128 tokens for each part of the seq axis."""
     mesh, strategy = case.layout.mesh(topology(case.chips)), Strategy(**case.strategy)
     lm = case.model.build()
-    objective = Objective(loss=Clip(0.2, 0.28), reduction=sequence_mean_token_mean, kl=0.1, entropy=0.01)
+    objective = Objective(Clip(0.2, 0.28), GroupRelative(), sequence_mean_token_mean, kl=0.1, entropy=0.01)
     optimizer = AdamW(lr=1e-2).build(10, map_table(lambda t: t.matrix, lm.table))
 
     def rows(dtype, *shape):

@@ -21,7 +21,7 @@ from rljax.model.decoder import Decoder
 from rljax.model.moe import Experts
 from rljax.run.run import Evaluation, Fresh, Role, Run
 from rljax.run.schedules import supervised, synchronous
-from rljax.train.objectives import grpo, sft
+from rljax.train.algorithms import grpo, sft
 from rljax.train.optimizer import AdamW
 
 LM = Decoder(vocab=16, width=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16, experts={experts})
@@ -54,7 +54,7 @@ def test_loop(experiment):
     report = run("loop", experiment, "--steps", "2", "--cache")
     assert list(report["stages"]) == ["generate", "reshard", "assess", "train"]
     assert sum(stage["share"] for stage in report["stages"].values()) == pytest.approx(1)
-    assert report["stages"]["train"]["programs"] == report["compiles"]["train"] == 1
+    assert report["stages"]["train"]["programs"] == report["compiles"]["train/actor"] == 1
     assert report["tokens_per_second"] > 0 and report["reshard_bytes"] == 0
 
 

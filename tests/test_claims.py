@@ -21,6 +21,7 @@ import tiny
 from jax import P
 from jax.sharding import NamedSharding
 
+from rljax.assess.advantages import GroupRelative
 from rljax.generate.decode import generate
 from rljax.generate.sampling import Sampling
 from rljax.mesh import BATCH, Layout, Placement
@@ -72,10 +73,10 @@ def traced(m: Decoder, place: Placement):
     with jax.set_mesh(mesh):
         state = jax.eval_shape(lambda p: start(lm, p, optimizer, place.zero), abstract(lm.table, mesh, place.zero))
         run = lambda state, batch: update(
-            state, batch, lm=lm, objective=Objective(loss=Clip()), optimizer=optimizer, adjust=tiny.same,
+            state, batch, lm=lm, objective=Objective(Clip(), GroupRelative()), optimizer=optimizer, adjust=tiny.same,
             on_policy=False, strategy=place,
         )  # fmt: skip
-        return jax.jit(run).trace(state, batch), state, (ids, mask, real, real)
+        return jax.jit(run).trace(state, batch), state, (ids, mask, real, real, ids.ids)
 
 
 @cache
@@ -145,7 +146,7 @@ def products(text: str) -> int:
 ONE = Layout()
 WIDE = Decoder(vocab=4096, width=1024, layers=4, heads=16, kv_heads=8, head_dim=64, ffn=2048)
 COUNTS = 8  # bytes of the optimizer's two counters
-SCALARS = 8 + COUNTS  # and an update's number, and how many were skipped
+SCALARS = 8 + 4 + 12 + COUNTS  # and an update's number, how many were skipped, a KL coefficient, three moments
 
 
 def claim_of_state(zero: int, paper):

@@ -33,7 +33,7 @@ def target(folder) -> Path:
         directory.describe(where, run, file, (folder / "one.toml").read_text(), folder / "small.py")
     saver = Saver(where / "checkpoints", Checkpoints())
     for step in (1, 3):
-        saver.save(step, trial.built(run, file).begin(step), {"reached": False, "seconds": {}}, {})
+        saver.save(step, {"actor": trial.built(run, file).actor.begin(step)}, {"reached": False, "seconds": {}}, {})
     saver.finish()
     saver.close()
     return where
@@ -221,7 +221,7 @@ def test_a_run_without_a_checkpoint(target, folder, wrong):
 
 
 SUMS = '{"prompt": "1+1=", "answer": "2"}\n'
-TASK = 'task={"$": "rljax.data.problems:JsonLines", "path": "sums.jsonl", "held_out_path": "sums.jsonl"}'
+TASK = 'task={"$": "rljax.data.files:Problems", "path": "sums.jsonl", "held_out_path": "sums.jsonl"}'
 FRESH = 'roles.actor.start={"$": "rljax.run.run:Fresh"}'
 WRONG_START = {
     "a field": (["stepz=3"], "stepz: Run has no field 'stepz'; did you mean 'steps'?"),

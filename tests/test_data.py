@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rljax.assess.rewards import Completion, ExactMatch, score, total
-from rljax.data.problems import Addition, JsonLines, Problem, in_split
+from rljax.data.files import Problems
+from rljax.data.problems import Addition, Problem, in_split
 from rljax.data.rows import encode_prompts, examples, fit, real, take
 from rljax.data.tokenizer import Characters
 from rljax.errors import UserError
@@ -70,7 +71,7 @@ def test_one_prompt_in_ten_is_held_out():
 def test_a_batch_depends_on_seed_and_step_alone(tmp_path):
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) + "\n" for i in range(40)))
-    for task in (Addition(2), JsonLines(str(path))):
+    for task in (Addition(2), Problems(str(path))):
         later = task.batch(4, 5, 9)
         for step in range(1, 12):
             task.batch(4, 5, step)
@@ -93,7 +94,7 @@ def numbered(count: int) -> list[str]:
 
 def test_every_epoch_covers_each_problem_once_in_an_order_of_its_own(tmp_path):
     apart = lines(tmp_path, *numbered(3), name="held.jsonl")
-    task = JsonLines(lines(tmp_path, *numbered(10), "", ""), held_out_path=apart)
+    task = Problems(lines(tmp_path, *numbered(10), "", ""), held_out_path=apart)
     drawn = [p.answer for step in range(1, 16) for p in task.batch(4, 0, step)]  # six epochs, not all of whole steps
     epochs = [drawn[i : i + 10] for i in range(0, 60, 10)]
     assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
@@ -106,7 +107,7 @@ def test_every_epoch_covers_each_problem_once_in_an_order_of_its_own(tmp_path):
 
 
 def test_without_a_held_out_file_the_hash_divides(tmp_path):
-    task = JsonLines(lines(tmp_path, *numbered(200)))
+    task = Problems(lines(tmp_path, *numbered(200)))
     held = {p.prompt for p in task.batch(256, 0, 0, held_out=True)}
     seen = {p.prompt for step in range(1, 5) for p in task.batch(50, 0, step)}
     assert held and not held & seen and len(held | seen) == 200
@@ -115,15 +116,15 @@ def test_without_a_held_out_file_the_hash_divides(tmp_path):
 def test_fields_are_read_by_name(tmp_path):
     rows = ['{"q": "a\u2028b", "a": 7, "why": "because"}', '{"q": "c", "a": "d", "extra": [1]}']
     apart = lines(tmp_path, *rows)
-    task = JsonLines(apart, "q", "a", "why", held_out_path=apart)
+    task = Problems(apart, "q", "a", "why", held_out_path=apart)
     assert task.batch(2, 0, 0, held_out=True) == [Problem("a\u2028b", "7", "because"), Problem("c", "d", None)]
 
 
 BAD = {
-    "not JSON": ("{", "problems.jsonl:2: '{' is not a JSON object with 'prompt' and 'answer'"),
-    "a list": ("[1]", "problems.jsonl:2: '[1]' is not"),
-    "a number": ("3", "problems.jsonl:2: '3' is not"),
-    "no answer": ('{"prompt": "x"}', "KeyError('answer')"),
+    "not JSON": ("{", "problems.jsonl:2: '{' is not JSON"),
+    "a list": ("[1]", "problems.jsonl:2: '[1]' is not a JSON object"),
+    "a number": ("3", "problems.jsonl:2: '3' is not a JSON object"),
+    "no answer": ('{"prompt": "x"}', "problems.jsonl:2: lacks 'answer' and has 'prompt'"),
 }
 
 
@@ -131,22 +132,22 @@ BAD = {
 def test_a_bad_line_is_named(tmp_path, bad):
     row, message = BAD[bad]
     with pytest.raises(UserError) as error:
-        JsonLines(lines(tmp_path, '{"prompt": "x", "answer": "y"}', row)).batch(1, 0, 1)
+        Problems(lines(tmp_path, '{"prompt": "x", "answer": "y"}', row)).batch(1, 0, 1)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_of_nothing_says_so(tmp_path):
     with pytest.raises(UserError, match="cannot be read: No such file"):
-        JsonLines(str(tmp_path / "none.jsonl")).batch(1, 0, 1)
-    with pytest.raises(UserError, match="holds no problems to train on"):
-        JsonLines(lines(tmp_path, "", " ")).batch(1, 0, 1)
+        Problems(str(tmp_path / "none.jsonl")).batch(1, 0, 1)
+    with pytest.raises(UserError, match="holds no examples to train on"):
+        Problems(lines(tmp_path, "", " ")).batch(1, 0, 1)
     kept = next(i for i in range(99) if not in_split(f"p{i}", held_out=True))
-    with pytest.raises(UserError, match="holds no held-out problems; .*task.held_out_path"):
-        JsonLines(lines(tmp_path, numbered(kept + 1)[kept], name="one.jsonl")).batch(1, 0, 0, held_out=True)
+    with pytest.raises(UserError, match="holds no held-out examples; .*task.held_out_path"):
+        Problems(lines(tmp_path, numbered(kept + 1)[kept], name="one.jsonl")).batch(1, 0, 0, held_out=True)
     binary = tmp_path / "binary.jsonl"
     binary.write_bytes(b"\xff\xfe{}")
     with pytest.raises(UserError, match="cannot be read: .*utf-8"):
-        JsonLines(str(binary)).batch(1, 0, 1)
+        Problems(str(binary)).batch(1, 0, 1)
 
 
 # Tokens

@@ -119,7 +119,7 @@ REDUCTIONS = {
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_reduction_is_free_of_accumulation_and_layout(reduction):
     batch = tiny.batch("plain")
-    weights = REDUCTIONS[reduction](batch.rollout.mask)
+    weights = REDUCTIONS[reduction](batch.rollout.mask, batch.rollout.tokens.segments)
     loss, grads = tiny.gradient("plain")(batch, weights)
     for other in (
         tiny.gradient("plain", ONE, microbatches=4),
@@ -128,6 +128,10 @@ def test_every_reduction_is_free_of_accumulation_and_layout(reduction):
     ):
         again, same = other(batch, weights)
         assert again == pytest.approx(loss, rel=1e-5) and tiny.distance(same, grads) < GRADIENT
+
+
+def token_mean(batch, mask):
+    return reductions.token_mean(mask, batch.rollout.tokens.segments)
 
 
 def uneven(batch):
@@ -146,7 +150,7 @@ def test_the_token_mean_is_global_however_tokens_are_spread():
     counts = [m.sum() for m in np.split(mask, 8)]
     assert min(counts) <= 4 < 16 <= max(counts)
     _, truth = tiny.gradient("plain")(batch, mask / mask.sum())
-    _, sharded = tiny.gradient("plain", FSDP, microbatches=4)(batch, reductions.token_mean(mask))
+    _, sharded = tiny.gradient("plain", FSDP, microbatches=4)(batch, token_mean(batch, mask))
     assert tiny.distance(sharded, truth) < GRADIENT
     _, wrong = tiny.gradient("plain", FSDP, microbatches=4)(batch, local(8))  # control: each device's own mean
     assert tiny.distance(wrong, truth) > 0.1
@@ -159,14 +163,14 @@ def test_parts_without_a_token_are_harmless(empty):
     mask = batch.rollout.mask.copy()
     mask[{"a device": slice(8, 12), "a microbatch": slice(1, None, 4), "all": slice(None)}[empty]] = False
     batch = batch.replace(rollout=batch.rollout.replace(mask=mask))
-    weights = np.asarray(reductions.token_mean(mask))
+    weights = np.asarray(token_mean(batch, mask))
     loss, grads = tiny.gradient("plain", FSDP, microbatches=4)(batch, weights)
     expected = tiny.gradient("plain")(batch, weights)
     assert np.isfinite(loss) and loss == pytest.approx(expected[0], rel=1e-5)
     if empty == "all":
         assert loss == 0 and all(np.all(g == 0) for g in jax.tree.leaves(grads))
         for reduction in REDUCTIONS.values():
-            assert np.all(np.asarray(reduction(mask)) == 0)
+            assert np.all(np.asarray(reduction(mask, batch.rollout.tokens.segments)) == 0)
     else:
         assert tiny.distance(grads, expected[1]) < GRADIENT
 
@@ -241,7 +245,7 @@ def test_batches_of_any_size_count_each_sample_once(layout, microbatches):
             continue
         mask = batch.rollout.mask & (np.arange(ROWS) <= i)[:, None]
         part = soiled(batch.replace(rollout=batch.rollout.replace(mask=mask)), lambda shape: np.full(shape, np.nan))
-        got, grads = tiny.gradient("plain", layout, microbatches=microbatches)(part, reductions.token_mean(mask))
+        got, grads = tiny.gradient("plain", layout, microbatches=microbatches)(part, token_mean(batch, mask))
         assert got == pytest.approx(loss / mask.sum(), rel=1e-4, abs=1e-6)
         assert tiny.distance(grads, jax.tree.map(lambda g: g / mask.sum(), total)) < GRADIENT, i + 1
 
@@ -277,11 +281,14 @@ def test_an_update_accepts_its_own_result_and_moves_nothing_implicitly():
     with jax.set_mesh(step.mesh), jax.transfer_guard("disallow"):
         state, metrics = step.compiled(first.state, batch)
     assert int(state.step) == 2 and float(metrics["loss"]) != first.loss
-    assert all(value.shape == () for value in metrics.values())
+    assert all(value.shape == () for value in jax.tree.leaves(metrics))
 
 
 def test_metrics_are_float32():
-    assert {str(value.dtype) for value in tiny.step("rich")(tiny.batch("rich")).metrics.values()} == {"float32"}
+    step = tiny.step("rich")
+    with jax.set_mesh(step.mesh):
+        _, metrics = step.compiled(step.state, tiny.place(tiny.batch("rich"), step.mesh))
+    assert {str(value.dtype) for value in jax.tree.leaves(metrics)} == {"float32"}
 
 
 def test_initial_parameters_do_not_depend_on_the_layout():
@@ -333,14 +340,14 @@ def test_on_policy_ratios_are_one_and_kl_alone_has_a_gradient():
     step, batch = tiny.step("plain", objective=ON_POLICY, on_policy=True), tiny.batch("plain")
     result = step(batch)
     assert result.metrics["ratio"] == 1.0 and result.metrics["clip_fraction/low"] == 0
-    mask, n = batch.rollout.mask, batch.rollout.mask.sum(1)
-    means = (batch.advantages * mask).sum(1)[n > 0] / n[n > 0]
-    tok = batch.rollout.tokens
+    mask, tok = batch.rollout.mask, batch.rollout.tokens
+    sequences = [mask & (tok.segments == s) & row for s in (1, 2) for row in np.eye(ROWS, dtype=bool)[..., None]]
+    mean = lambda x: np.mean([x[own].mean() for own in sequences if own.any()])
     logits = tiny.oracle(tiny.MODELS["plain"], tiny.weights("plain"), tok.ids, tok.positions, tok.segments)
     own, _ = tiny.oracle_logprobs(logits, tok.ids, mask)
     d = np.where(mask, own - batch.ref_logp, 0)
-    kl = ((np.exp(-d) - 1 + d).sum(1)[n > 0] / n[n > 0]).mean()
-    assert result.loss == pytest.approx(-means.mean() + 0.1 * kl, rel=1e-5)
+    kl = mean(np.exp(-d) - 1 + d)
+    assert result.loss == pytest.approx(-mean(batch.advantages) + 0.1 * kl, rel=1e-5)
     silent = step(batch.replace(advantages=np.zeros_like(batch.advantages)))
     assert silent.loss == pytest.approx(0.1 * kl, rel=1e-4) and silent.metrics["grad_norm"] > 1e-3
     # the gradient descends: half its norm times the step is gained to first order
@@ -348,5 +355,5 @@ def test_on_policy_ratios_are_one_and_kl_alone_has_a_gradient():
     moved = jax.tree.map(lambda p, g: p - 1e-3 * g, tiny.weights("plain"), silent.grads)
     lower, _ = tiny.oracle_logprobs(tiny.oracle(lm, moved, tok.ids, tok.positions, tok.segments), tok.ids, mask)
     d = np.where(mask, lower - batch.ref_logp, 0)
-    gain = 0.1 * (kl - ((np.exp(-d) - 1 + d).sum(1)[n > 0] / n[n > 0]).mean())
+    gain = 0.1 * (kl - mean(np.exp(-d) - 1 + d))
     assert gain == pytest.approx(1e-3 * float(silent.metrics["grad_norm"]) ** 2, rel=0.05)

@@ -16,8 +16,8 @@ from rljax.mesh import BATCH
 from rljax.model.decoder import Decoder
 from rljax.model.forward import LOGITS, hidden, logprobs
 from rljax.model.table import abstract, shardings
-from rljax.run.stages import compiled
-from rljax.train.losses import k3
+from rljax.run.place import compiled
+from rljax.train.kl import k3
 
 CHUNKED = 4 * ROWS * 48  # of 4 positions on one device; several rows a device allow more
 

@@ -19,7 +19,7 @@ from rljax.mesh.schedule import SCHEDULES, build, legal
 from rljax.mesh.verbs import axes_of
 from rljax.model import attention, manual
 from rljax.model.decoder import Decoder
-from rljax.model.forward import hidden, logprobs, scores
+from rljax.model.forward import hidden, logprobs, read
 from rljax.model.microbatches import cut
 from rljax.model.pipeline import forward, value_and_grad
 from rljax.model.table import abstract, init, map_table, misfits, shardings
@@ -147,7 +147,7 @@ def test_the_tpu_kernel_has_its_gradient_within_a_pipeline(monkeypatch):
             tokens, mask = cut((tokens, mask), strategy.microbatches)
             none = lambda logits, target: logits
             tail = lambda head, x, part: (
-                jnp.sum(scores(lm, head, lm.norm(head, x), *part, none, strategy)[0]), (),
+                jnp.sum(read(lm, head, lm.norm(head, x), *part, none, strategy).logp), (),
             )  # fmt: skip
             return value_and_grad(lm, params, tokens, (tokens.ids, mask), jnp.float32(0), tail, strategy)[3]
 

@@ -17,12 +17,14 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
+from rljax.assess.advantages import GroupRelative
 from rljax.mesh import BATCH, Layout, Strategy
 from rljax.model.decoder import Decoder
 from rljax.model.moe import Experts
 from rljax.model.table import map_table, shardings
 from rljax.train.losses import Clip
-from rljax.train.objectives import Objective
+from rljax.train.metrics import combine
+from rljax.train.objectives import Objective, Weights
 from rljax.train.optimizer import AdamW
 from rljax.train.reductions import sequence_mean_token_mean
 from rljax.train.step import gradients, start, update
@@ -87,7 +89,7 @@ def ordinary(cases, *slow: str) -> list:
 
 
 # every term and both clips have a gradient (T-12)
-OBJECTIVE = Objective(loss=Clip(0.2, 0.28, dual=3.0), reduction=sequence_mean_token_mean, kl=0.1, entropy=0.01)
+OBJECTIVE = Objective(Clip(0.2, 0.28, dual=3.0), GroupRelative(), sequence_mean_token_mean, kl=0.1, entropy=0.01)
 ROWS, TIME = 32, 16
 FILLER = 11  # a row that only fills the batch
 
@@ -227,7 +229,7 @@ class Step(NamedTuple):
         with jax.set_mesh(self.mesh):
             state, metrics = self.compiled(self.state if state is None else state, place(batch, self.mesh))
         grads, host = state.optimizer[0], jax.device_get((metrics, state.optimizer[0], state.params))
-        return Result(float(host[0]["loss"]), host[0], host[1], host[2], state, grads)
+        return Result(float(host[0]["loss"]), combine([host[0]]), host[1], host[2], state, grads)
 
 
 remember = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), lambda g, s, p=None: (g, g))
@@ -264,8 +266,8 @@ def gradient(name, layout=ONE, rows=ROWS, **strategy):
         params = jax.device_put(weights(name), shardings(lm.table, mesh, strategy.zero))
         run = jax.jit(
             lambda p, batch, weights: gradients(
-                p, batch, weights, lm=lm, objective=OBJECTIVE, adjust=same, on_policy=False,
-                strategy=strategy,
+                p, batch, Weights(weights, OBJECTIVE.kl * weights, ()), lm=lm, objective=OBJECTIVE, adjust=same,
+                on_policy=False, strategy=strategy,
             )
         )  # fmt: skip
         part = jax.tree.map(lambda x: x[:rows], batch(name))

@@ -6,6 +6,7 @@ Compiles dominate, so runs that differ only in what the host does share the prog
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ from rljax.run import loop, serve, stages
 from rljax.run.checkpoint import Saver
 from rljax.run.display import Display
 from rljax.run.loop import abstract_like
-from rljax.run.run import Checkpoints, Run
+from rljax.run.run import Checkpoints, Role, Run
 
 EXPERIMENT = '''
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from rljax.data.tokenizer import Characters
 from rljax.model.decoder import Decoder
 from rljax.run.run import Checkpoints, Evaluation, Fresh, Role, Run
 from rljax.run.schedules import supervised, synchronous
-from rljax.train.objectives import grpo, sft
+from rljax.train.algorithms import grpo, sft
 from rljax.train.optimizer import AdamW
 
 
@@ -53,8 +54,8 @@ def abstains(problem, completion):
 class Infinite:
     """An advantage that is not finite."""
 
-    def __call__(self, rewards, groups):
-        return np.full(len(rewards), np.inf)
+    def __call__(self, e):
+        return np.where(e.mask, np.inf, 0.0)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ MESHES = {
     "eight": "devices = 8\n[train]\ndata = 2\nfsdp = 2\ntensor = 2\n[generate]\ndata = 8\n",
     "split": "devices = 8\ngroups = { learn = [0, 4], act = [4, 8] }\n[train]\nfsdp = 2\ntensor = 2\ngroup = 'learn'\n"
     "[generate]\ndata = 4\ngroup = 'act'\n[assess]\ndata = 4\ngroup = 'act'\n",
+    "roles": "devices = 8\n[train]\ndata = 2\nfsdp = 2\ntensor = 2\n[train.critic]\nfsdp = 4\nseq = 2\nzero = 2\n"
+    "microbatches = 2\n[generate]\ndata = 8\n[assess]\ndata = 8\n[assess.reward]\ndata = 4\ntensor = 2\n",
     "data": "devices = 8\n[train]\ndata = 8\n",
     "misfit": "devices = 4\n[train]\ntensor = 4\n",
 }
@@ -126,10 +129,10 @@ BUILT: dict[str, stages.Stages] = {}
 
 def built(run: Run, file: MeshFile) -> stages.Stages:
     """`stages.build`, once for all runs whose programs are the same: what only the host reads is not in the key."""
-    actor, reference, traced = run.roles["actor"], run.roles.get("reference"), run.objective
+    traced = replace(run.objective, advantage=run.objective.advantage is not None, drop_truncated=False)
+    roles = {name: replace(role, start=None) if isinstance(role, Role) else role for name, role in run.roles.items()}
     key = repr((
-        actor.lm, actor.optimizer, reference and reference.lm, traced.loss, traced.reduction, traced.kl, traced.entropy,
-        run.sampling, run.tokenizer, run.max_new, run.chunk, run.minibatches * run.epochs == 1,
+        roles, traced, run.sampling, run.tokenizer, run.max_new, run.chunk, run.pack, run.minibatches * run.epochs == 1,
         file.groups, file.tables,
     ))  # fmt: skip
     if key not in BUILT:
@@ -174,7 +177,7 @@ def saved(where: Path, stages: stages.Stages, step: int):
     """A checkpoint's state, placed as these stages would, and its info."""
     saver = Saver(where / "checkpoints", Checkpoints(keep=9))
     try:
-        return saver.restore(step, jax.tree.map(abstract_like, stages.begin(0)))
+        return saver.restore(step, jax.tree.map(abstract_like, stages.fresh(0)[0]))
     finally:
         saver.close()
 

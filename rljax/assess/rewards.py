@@ -29,6 +29,28 @@ class ExactMatch:
         return float(bool(found) and completion.stopped and said.strip() == problem.answer)
 
 
+@dataclass(frozen=True)
+class Overlong:
+    """Soft punishment of long completions (DAPO, arXiv:2503.14476, equation 13), all of their tokens counted.
+
+    0 up to `limit - cache` tokens, then falling by a straight line to -factor at `limit`, and no further.
+    """
+
+    limit: int
+    cache: int
+    factor: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.cache <= self.limit:
+            raise ValueError(f"cache={self.cache} must be above 0 and at most limit={self.limit}")
+        if self.factor <= 0:
+            raise ValueError(f"factor={self.factor} must be above 0: the penalty is its negative")
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        left = (self.limit - self.cache - len(completion.ids)) / self.cache  # below 0 within the cache
+        return self.factor * max(min(left, 0.0), -1.0)
+
+
 def score(rewards: Sequence[Callable], problems: Sequence[Problem], completions: Sequence[Completion]) -> np.ndarray:
     """float32 [B R]: every reward of every row; NaN where a reward returned None, which is not 0.
 

@@ -52,6 +52,49 @@ def prompt_rows(encoded: list[list[int]], uids, rows: int, longest: int) -> tupl
     return ids, length, uid
 
 
+class Sequence(NamedTuple):
+    """Ids of one sequence, and which of them are learned. The first never is: nothing precedes it."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+def continued(prompt: list[int], completion: list[int]) -> Sequence:
+    """A prompt, and a completion to learn."""
+    return Sequence([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
+
+
+def lay(rows: list[tuple[Sequence, ...]], columns: int) -> Rollout:
+    """Rows of `columns` tokens that hold these sequences one after the other, as segments 1, 2, ...
+
+    Masks come of lengths alone, so the stop token may be the id that pads. A row's uid is its number. `prompt_length`
+    is what precedes the first learned token of a row of one sequence, and 0 in a row of several.
+    """
+    b = len(rows)
+    ids, positions, segments = np.zeros((3, b, columns), np.int32)
+    mask, length, prompt_length = np.zeros((b, columns), bool), np.zeros(b, np.int32), np.zeros(b, np.int32)
+    for row, sequences in enumerate(rows):
+        for segment, sequence in enumerate(sequences, 1):
+            size = len(sequence.ids)
+            here = slice(length[row], length[row] + size)
+            ids[row, here], mask[row, here] = sequence.ids, sequence.learned
+            positions[row, here], segments[row, here] = np.arange(size), segment
+            length[row] += size
+        if len(sequences) == 1:
+            prompt_length[row] = (sequences[0].learned + [True]).index(True)
+    return Rollout(
+        tokens=Tokens(ids, positions, segments),
+        mask=mask,
+        logp=np.zeros((b, columns), np.float32),
+        version=np.zeros((b, columns), np.int32),
+        length=length,
+        prompt_length=prompt_length,
+        finish=np.full(b, STOP, np.int32),
+        uid=np.arange(b, dtype=np.int32),
+        sample=np.zeros(b, np.int32),
+    )
+
+
 def examples(problems: list[Problem], tokenizer: Tokenizer, width: int) -> Rollout:
     """Solved problems as rows whose solution, ended by the stop token, is what to imitate. Longer ones are an error."""
     rows = []
@@ -62,26 +105,29 @@ def examples(problems: list[Problem], tokenizer: Tokenizer, width: int) -> Rollo
         if len(prompt) + len(solution) > width:
             need = len(prompt) + len(solution)
             raise UserError(f"max_prompt + max_new = {width} tokens, but an example has {need}: {problem.prompt!r}")
-        rows.append((prompt, solution))
-    b = len(rows)
-    ids = np.zeros((b, width), np.int32)
-    prompt_length = np.array([len(p) for p, _ in rows], np.int32)
-    length = prompt_length + np.array([len(s) for _, s in rows], np.int32)
-    for row, (prompt, solution) in enumerate(rows):
-        ids[row, : length[row]] = prompt + solution
-    t = np.arange(width, dtype=np.int32)[None]
-    inside = t < length[:, None]
-    return Rollout(
-        tokens=Tokens(ids, np.where(inside, t, 0), inside.astype(np.int32)),
-        mask=inside & (t >= prompt_length[:, None]),
-        logp=np.zeros((b, width), np.float32),
-        version=np.zeros((b, width), np.int32),
-        length=length,
-        prompt_length=prompt_length,
-        finish=np.full(b, STOP, np.int32),
-        uid=np.arange(b, dtype=np.int32),
-        sample=np.zeros(b, np.int32),
-    )
+        rows.append((continued(prompt, solution),))
+    return lay(rows, width)
+
+
+def put(batch, source: np.ndarray, begin: np.ndarray, row: np.ndarray, column: np.ndarray, size: np.ndarray, shape):
+    """Copies runs of tokens to new rows: `size[i]` columns of row `source[i]` from `begin[i]` on, to `row[i]` from
+    `column[i]` on.
+
+    Every array of two or more dimensions is taken to be `[B T ...]`, and becomes one of `shape` = (rows, columns), 0
+    where nothing comes to lie. Arrays `[B]` stay what they are.
+    """
+    step = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)  # 0, 1, ... within each run
+    old = np.repeat(source, size), np.repeat(begin, size) + step
+    new = np.repeat(row, size), np.repeat(column, size) + step
+
+    def copy(x):
+        if np.ndim(x) < 2:
+            return x
+        out = np.zeros((*shape, *x.shape[2:]), x.dtype)
+        out[new] = np.asarray(x)[old]
+        return out
+
+    return jax.tree.map(copy, batch)
 
 
 def fit(batch, rows: int, columns: int = 1):

@@ -15,7 +15,7 @@ from rljax.mesh.placement import Placement, Strategy
 from rljax.mesh.schedule import SCHEDULES, legal
 
 STAGES = ("train", "generate", "assess")  # an absent one takes the axes of the one before it
-ROLES = ("actor", "critic", "reference", "reward")
+ROLES = ("actor", "critic", "reference", "reward", "teacher")
 PLATFORMS = ("cpu", "tpu", "gpu")
 
 COUNTS = (*AXES, "microbatches")

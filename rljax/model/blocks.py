@@ -156,3 +156,8 @@ def project(m, p):
     """Hidden states to logits, the head gathered once however often the result is called."""
     w, eq = (weight(m, p.embed), "...d,vd->...v") if m.tied else (weight(m, p.unembed), "...d,dv->...v")
     return lambda h: jnp.einsum(eq, h, w, preferred_element_type=jnp.float32)
+
+
+def value(m, p, h: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    """The scalar head, in float32."""
+    return jnp.einsum("btd,d->bt", h.astype(jnp.float32), reduced(p.value.astype(jnp.float32), nn.split(h)))

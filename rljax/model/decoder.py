@@ -53,10 +53,12 @@ class Decoder:
         if self.attention not in attention.FORMS:
             raise ValueError(f"attention={self.attention!r} must be 'auto' or 'dense'")
 
-    def build(self) -> LM:
-        bind = lambda f: partial(f, self)
+    def build(self, heads: tuple[str, ...] = ("tokens",)) -> LM:
+        """With a head for "tokens" (logits), one for "value" (a scalar), or both."""
+        bind = lambda f, head=None: partial(f, self) if head is None or head in heads else None
         return LM(
-            table(self), *map(bind, (blocks.embed, blocks.stacks, blocks.block, blocks.norm, blocks.project)),
+            table(self, heads), *map(bind, (blocks.embed, blocks.stacks, blocks.block, blocks.norm)),
+            bind(blocks.project, "tokens"), bind(blocks.value, "value"),
             *map(bind, (cached.fill, cached.enter, cached.advance, cached.prefill, cached.extend)),
             *map(bind, (balance.penalty, balance.settle, balance.observe)),
             (self.heads, self.kv_heads), self.vocab, self.compute,
@@ -96,16 +98,19 @@ class Params:
     layers: Layer
     norm: Array
     unembed: Array | None
+    value: Array | None = None
 
 
-def table(m: Decoder) -> Params:
+def table(m: Decoder, heads: tuple[str, ...] = ("tokens",)) -> Params:
     D, V = m.width, m.vocab
+    untied = "tokens" in heads and not m.tied
     return Params(
         embed=Tensor("model.embed_tokens.weight", "V D", (V, D), P("tensor", "fsdp"), 1 / sqrt(D)),
         first=_layers(m, 0, m.dense, None, None) if m.dense else None,
         layers=_layers(m, m.dense, m.layers - m.dense, m.experts, "pipe"),
         norm=Tensor("model.norm.weight", "D", (D,), P(None), 1),
-        unembed=None if m.tied else Tensor("lm_head.weight", "D V", (D, V), P("fsdp", "tensor"), 1 / sqrt(D)),
+        unembed=Tensor("lm_head.weight", "D V", (D, V), P("fsdp", "tensor"), 1 / sqrt(D)) if untied else None,
+        value=Tensor("score.weight", "D", (D,), P(None), 1 / (D + 1)) if "value" in heads else None,
     )
 
 

@@ -1,6 +1,7 @@
-"""From tokens to hidden states to log-probabilities, for any `LM`."""
+"""From tokens to hidden states to log-probabilities and values, for any `LM`."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,15 @@ def hidden(lm: LM, params, tokens: Tokens, strategy: Strategy = DEFAULT) -> tupl
     return lm.norm(params, x), sums
 
 
-def logprobs(
+class Outputs(NamedTuple):
+    """What the heads of a model make of every token, in float32; None where it has no such head."""
+
+    logp: Float[Array, "B T"] | None  # of each masked token given those before it, and 0 off the mask
+    entropy: Float[Array, "B T"] | None  # of the distribution that it is from
+    scores: Float[Array, "B T"] | None  # the value head's, of the state after the token
+
+
+def outputs(
     lm: LM,
     params,
     tokens: Tokens,
@@ -39,27 +48,50 @@ def logprobs(
     adjust: Callable = lambda logits, target: logits,
     strategy: Strategy = DEFAULT,
     logits: int = LOGITS,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"], object]:
-    """Log-probability of each masked token given those before it, and the entropy of its distribution, in float32.
+) -> tuple[Outputs, object]:
+    """The model's outputs, and what its blocks sum.
 
-    0 off the mask. The third result is what the blocks sum. `adjust` turns logits into those of the distribution
-    sampled from (temperature, truncation).
-    Positions go through the vocabulary in chunks of at most `logits` values a device, recomputed in the backward pass,
-    and a chunk in which no row needs a position is skipped: no `[B T V]` array ever lives.
+    `adjust` turns logits into those of the distribution sampled from (temperature, truncation).
     """
     if jax.sharding.get_abstract_mesh().shape["pipe"] == 1:
         h, sums = hidden(lm, params, order.deal(tokens, strategy), strategy)
-        return *scores(lm, params, h, tokens.ids, mask, adjust, strategy, logits), sums
+        return read(lm, params, h, tokens.ids, mask, adjust, strategy, logits), sums
 
     def tail(head, x, part):
-        return scores(lm, head, lm.norm(head, x), *part, adjust, strategy, logits)
+        return read(lm, head, lm.norm(head, x), *part, adjust, strategy, logits)
 
     tokens, mask = cut((tokens, mask), strategy.microbatches)
     out, sums = pipeline.forward(lm, params, tokens, (tokens.ids, mask), tail, strategy)
-    return *join(out), sums
+    return join(out), sums
 
 
-def scores(
+def logprobs(lm: LM, params, tokens: Tokens, mask: Bool[Array, "B T"], *args, **kwargs):
+    """(log-probabilities, entropies, what the blocks sum) of `outputs`."""
+    out, sums = outputs(lm, params, tokens, mask, *args, **kwargs)
+    return out.logp, out.entropy, sums
+
+
+def read(
+    lm: LM,
+    params,
+    h: Float[Array, "B T D"],
+    ids: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    adjust: Callable,
+    strategy: Strategy,
+    logits: int = LOGITS,
+) -> Outputs:
+    """What `outputs` makes of hidden states, which come in the order that `strategy` deals tokens in."""
+    logp, entropy = vocabulary(lm, params, h, ids, mask, adjust, strategy, logits) if lm.project else (None, None)
+    return Outputs(logp, entropy, in_order(lm.value(params, h), strategy) if lm.value else None)
+
+
+def in_order(x: Float[Array, "B T"], strategy: Strategy) -> Float[Array, "B T"]:
+    """Whole over seq, and in the order that tokens had before they were dealt."""
+    return order.collect(jax.reshard(x, P(rows(), None)), strategy)
+
+
+def vocabulary(
     lm: LM,
     params,
     h: Float[Array, "B T D"],
@@ -69,7 +101,7 @@ def scores(
     strategy: Strategy,
     logits: int = LOGITS,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """What `logprobs` makes of hidden states, which come in the order that `strategy` deals tokens in.
+    """Log-probabilities and entropies of `outputs`.
 
     Positions go through the vocabulary in chunks of at most `logits` values a device, recomputed in the backward pass,
     and a chunk in which no row needs a position is skipped: no `[B T V]` array ever lives.
@@ -114,7 +146,11 @@ def scores(
 
     def late(x):
         x = jnp.reshape(jnp.moveaxis(x, 0, 2), (b, t), out_sharding=P(rows(), "seq"))
-        x = order.collect(jax.reshard(x, P(rows(), None)), strategy)
-        return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+        return shifted(in_order(x, strategy))
 
     return jax.tree.map(late, out)
+
+
+def shifted(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """What is known before each token from what is known after it: entry t of entry t - 1, and entry 0 is 0."""
+    return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))

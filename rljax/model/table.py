@@ -48,6 +48,15 @@ class Tensor:
         return self.spec if zero >= 1 else without(self.spec, "fsdp")
 
     @property
+    def part(self) -> str:
+        """What it is a tensor of: embed, attention, router, experts, mlp, norm, head or value."""
+        parts = {
+            "embed_tokens": "embed", "self_attn": "attention", "mlp.gate.": "router", "experts": "experts",
+            "mlp": "mlp", "norm": "norm", "lm_head": "head", "score": "value",
+        }  # fmt: skip
+        return next(part for piece, part in parts.items() if piece in self.name)
+
+    @property
     def matrix(self) -> bool:
         """Multiplied with activations, rather than scaling or shifting them: what decays, is cast and is gathered."""
         return len(self.dims.removeprefix("L ").removeprefix("E ").split()) == 2
@@ -61,7 +70,8 @@ class LM(NamedTuple):
     stacks: Callable  # params, frame, start -> the weights of its blocks, in stacks of equal layers
     block: Callable  # x, one layer's weights, frame -> x, sums that its experts are balanced by
     norm: Callable  # params, x -> h [B T D]
-    project: Callable  # params -> (h [... D] -> logits [... V] float32); gathers the head once
+    project: Callable | None  # params -> (h [... D] -> logits [... V] float32); gathers the head once
+    value: Callable | None  # params, h [B T D] -> [B T] float32, of each state
     fill: Callable  # a stack, x, frame, Strategy -> x, its cache
     enter: Callable  # params, ids [B S] that follow others -> x
     advance: Callable  # a stack, x, its cache, lengths [B], window, its first layer in the cache -> x, its cache
@@ -111,6 +121,15 @@ def init(table, key, zero: int = 3, dtype=jnp.float32):
         return (jax.random.normal(k, t.shape, jnp.float32, out_sharding=spec) * t.std).astype(dtype)
 
     return map_table(one, table)
+
+
+def graft(table, other, params, fresh=None):
+    """Parameters of `table`: its tensors that `params`, of the table `other`, has too, and the rest from `fresh`."""
+    leaves = lambda tree: jax.tree.leaves(tree, is_leaf=is_tensor)
+    have = {(t.name, t.first): w for t, w in zip(leaves(other), jax.tree.leaves(params), strict=True)}
+    if fresh is None:
+        return map_table(lambda t: have[t.name, t.first], table)
+    return map_table(lambda t, w: have.get((t.name, t.first), w), table, fresh)
 
 
 def count(table) -> int:

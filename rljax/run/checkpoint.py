@@ -5,19 +5,24 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from rljax.errors import UserError
-from rljax.model.table import LM, abstract, is_tensor
+from rljax.model.table import LM, abstract, graft, init, is_tensor
 from rljax.run.run import Checkpoints
 from rljax.types import TrainState
 
 
 class Saver:
-    """The checkpoints of one phase, `where/STEP/{params,rest,info}`; the latest and the best by a metric are kept."""
+    """The checkpoints of one phase; the latest and the best by a metric are kept.
+
+    In `where/STEP` lie the parameters of each trained role, by its name, the rest of its state in `ROLE-state`, and
+    `info`.
+    """
 
     def __init__(self, where: Path, settings: Checkpoints):
         kept = [policies.LatestN(settings.keep)]
@@ -37,32 +42,29 @@ class Saver:
     def latest(self) -> int | None:
         return self.manager.latest_step()
 
-    def save(self, step: int, state: TrainState, info: dict, metrics: dict) -> None:
-        """Copies the state off its devices, then writes in the background."""
+    def save(self, step: int, states: dict[str, TrainState], info: dict, metrics: dict) -> None:
+        """Copies the states off their devices, then writes in the background."""
         if step in self.manager.all_steps():
             return
-        items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
-            rest=ocp.args.StandardSave((state.step, state.skipped, state.optimizer)),
-            info=ocp.args.JsonSave(info),
-        )
+        moments = {role: jax.device_get(state.moments).tolist() for role, state in states.items()}
+        items = {"info": ocp.args.JsonSave(info | {"moments": moments})}
+        for role, state in states.items():
+            items[role] = ocp.args.StandardSave(state.params)
+            items[f"{role}-state"] = ocp.args.StandardSave(state.replace(params=None))
         score = metrics.get(self.best, math.nan)
         score = score if math.isfinite(score) else -math.inf  # not measured here: no order is defined with NaN
         with self.written():
-            self.manager.save(step, args=items, metrics={self.best: score} if self.best else None)
+            metrics = {self.best: score} if self.best else None
+            self.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
 
-    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict]:
-        """The state at a step, placed like `like`, and its info."""
-        found = self.manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(like.params),
-                rest=ocp.args.StandardRestore((like.step, like.skipped, like.optimizer)),
-                info=ocp.args.JsonRestore(),
-            ),
-        )
-        at, skipped, optimizer = found["rest"]
-        return TrainState(at, skipped, found["params"], optimizer), found["info"]
+    def restore(self, step: int, like: dict[str, TrainState]) -> tuple[dict[str, TrainState], dict]:
+        """The states at a step, placed like `like`, and their info."""
+        items = {"info": ocp.args.JsonRestore()}
+        for role, state in like.items():
+            items[role] = ocp.args.StandardRestore(state.params)
+            items[f"{role}-state"] = ocp.args.StandardRestore(state.replace(params=None))
+        found = self.manager.restore(step, args=ocp.args.Composite(**items))
+        return {role: found[f"{role}-state"].replace(params=found[role]) for role in like}, found["info"]
 
     def finish(self) -> None:
         """Waits for what is being written; an error of a background write surfaces here."""
@@ -85,8 +87,23 @@ class Saver:
             raise UserError(f"{self.where}: a checkpoint could not be written: {reason}; {rule}") from error
 
 
-def parameters(run_dir: Path, lm: LM, mesh: jax.sharding.Mesh, zero: int, step: int | None = None):
-    """(the actor's parameters of a run, the step they are from), straight onto a mesh; default the latest."""
+class Restored(NamedTuple):
+    """A role as a run left it."""
+
+    params: object
+    step: int
+    moments: list[float]  # of the returns that its values are scaled by
+
+
+def parameters(
+    run_dir: Path, model, heads: tuple[str, ...], mesh: jax.sharding.Mesh, zero: int, step: int | None = None,
+    role: str = "actor", seed: int = 0,
+) -> Restored:  # fmt: skip
+    """The parameters of a run's role, at a step or the latest, straight onto a mesh.
+
+    `model.build(heads)` is what they are for: a head that the checkpoint lacks is fresh, drawn from `seed`, and one
+    that it has besides is left out. A run that did not train `role` gives its actor.
+    """
     where = run_dir / "checkpoints"
     if not where.is_dir():
         raise UserError(f"{run_dir} has no checkpoint yet")
@@ -97,24 +114,39 @@ def parameters(run_dir: Path, lm: LM, mesh: jax.sharding.Mesh, zero: int, step: 
         if step is not None and step not in steps:
             raise UserError(f"--step {step}: {run_dir} keeps checkpoints of steps {', '.join(map(str, sorted(steps)))}")
         step = max(steps) if step is None else step
-        _same_tensors(run_dir, where / str(step) / "params", lm)
-        items = ocp.args.Composite(params=ocp.args.StandardRestore(abstract(lm.table, mesh, zero)))
-        return manager.restore(step, args=items)["params"], step
+        role = role if (where / str(step) / role).is_dir() else "actor"
+        kept = _kept(run_dir, where / str(step) / role, model)
+        items = {role: ocp.args.StandardRestore(abstract(kept.table, mesh, zero)), "info": ocp.args.JsonRestore()}
+        found = manager.restore(step, args=ocp.args.Composite(**items))
+    lm = model.build(heads)
+    if lm.table == kept.table:
+        params = found[role]
+    else:
+        with jax.set_mesh(mesh):
+            fresh = jax.jit(lambda: init(lm.table, jax.random.key(seed), zero))()
+        params = graft(lm.table, kept.table, found[role], fresh)
+    return Restored(params, step, found["info"]["moments"][role])
 
 
-def _same_tensors(run_dir: Path, where: Path, lm: LM) -> None:
-    """UserError naming the first tensor that a checkpoint holds in another shape than a model's, or not at all."""
+HEADS = ("tokens",), ("value",), ("tokens", "value")  # that a checkpoint may have
 
-    def shapes(tree, is_leaf=None) -> dict[str, tuple]:
-        name = lambda path: ".".join(str(getattr(step, "name", getattr(step, "key", step))) for step in path)
-        leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
-        return {name(path): tuple(x.shape) for path, x in leaves if hasattr(x, "shape")}
 
+def _kept(run_dir: Path, where: Path, model) -> LM:
+    """The model that a checkpoint holds. UserError naming the first tensor that no head accounts for."""
     with ocp.StandardCheckpointer() as reader:
-        kept = shapes(reader.metadata(where.absolute()).item_metadata.tree)
-    needed = shapes(lm.table, is_tensor)
-    for name in [*needed, *kept]:
-        if kept.get(name) != needed.get(name):
-            shape = lambda found: list(found[name]) if name in found else "nothing"
-            both = f"{name} is {shape(kept)} there, and {shape(needed)} here"
-            raise UserError(f"{run_dir} holds another model: {both}; use its roles.actor.lm")
+        kept = _shapes(reader.metadata(where.absolute()).item_metadata.tree)
+    models = [model.build(heads) for heads in HEADS]
+    for lm in models:
+        if _shapes(lm.table, is_tensor) == kept:
+            return lm
+    needed = _shapes(models[0].table, is_tensor)
+    name = next(name for name in [*needed, *kept] if kept.get(name) != needed.get(name))
+    shape = lambda found: list(found[name]) if name in found else "nothing"
+    both = f"{name} is {shape(kept)} there, and {shape(needed)} here"
+    raise UserError(f"{run_dir} holds another model: {both}; use its roles.actor.lm")
+
+
+def _shapes(tree, is_leaf=None) -> dict[str, tuple]:
+    name = lambda path: ".".join(str(getattr(step, "name", getattr(step, "key", step))) for step in path)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {name(path): tuple(x.shape) for path, x in leaves if hasattr(x, "shape")}

@@ -151,7 +151,8 @@ def before_after(
     scores = Table(box=SIMPLE_HEAD)
     for heading in ("held-out", "before", "after", "change"):
         scores.add_column(heading, justify="left" if heading == "held-out" else "right")
-    for key, label, digits in HELD_OUT:
+    others = [(key, key.removeprefix("eval/"), 3) for key in after if key.startswith("eval/")]
+    for key, label, digits in HELD_OUT if HELD_OUT[0][0] in after else others or HELD_OUT:
         old, new = _value(before, key), _value(after, key)
         texts = ["-" if value is None else f"{value:.{digits}f}" for value in (old, new)]
         change = "" if old is None or new is None else f"{new - old:+.{digits}f}"

@@ -13,13 +13,15 @@ import jax
 
 from rljax.errors import Interrupted, RunFailed
 from rljax.mesh.file import MeshFile
+from rljax.model.table import graft
 from rljax.run import report
 from rljax.run.checkpoint import Saver, parameters
 from rljax.run.directory import run_directory, write_json
 from rljax.run.display import Display
-from rljax.run.evaluate import evaluate
+from rljax.run.evaluate import held_out, measure, verifiers_of
 from rljax.run.metrics import JsonLines, MetricsLog, read, truncate
-from rljax.run.run import Fresh, Run
+from rljax.run.reference import keep
+from rljax.run.run import Fresh, Run, Warm
 from rljax.run.stages import Stages, build
 from rljax.types import TrainState
 
@@ -27,7 +29,7 @@ SKIPS = 10  # so many updates in a row that are not finite end a run
 
 
 class Phase:
-    """A run or one of its warm-ups: what to train, its name in metrics, and its directory."""
+    """A run or one of those that it starts from: what to train, its name in metrics, and its directory."""
 
     def __init__(self, run: Run, name: str, where: Path):
         self.run, self.name, self.where = run, name, where
@@ -35,17 +37,28 @@ class Phase:
         self.latest = self.saver.latest()
 
 
-def phases(run: Run, where: Path, name: str = "train") -> list[tuple[Run, str, Path]]:
-    """A run's warm-ups, the first to run first, and then itself.
+def phases(run: Run, where: Path, name: str = "train", started=None) -> list[tuple[Run, str, Path]]:
+    """The runs that a run's roles start from, the first to run first, and then itself; each starts from directories.
 
-    A warm-up's seed follows from its own and its run's: another seed of the run changes both, and no problem that the
-    warm-up solved comes up again because both drew it alike.
+    The actor's is its warm-up, and those of other roles are named after these. Roles that start from the same run share
+    it, and so do roles of these runs (`started`: runs and their directories). The seed of a run to start from follows
+    from its own and its run's: another seed of the run changes both, and no problem that the warm-up solved comes up
+    again because both drew it alike.
     """
-    start, before = run.roles["actor"].start, "warmup" if name == "train" else f"{name}/warmup"
-    if not isinstance(start, Run):
-        return [(run, name, where)]
-    start = replace(start, seed=crc32(f"{run.seed} {start.seed}".encode()))
-    return [*phases(start, where / "warmup", before), (run, name, where)]
+    chain, roles, started = [], dict(run.roles), [] if started is None else started
+    for role, each in sorted(run.roles.items(), key=lambda item: item[0] != "actor"):
+        start = getattr(each, "start", None)
+        if not isinstance(start, Run):
+            continue
+        folder = next((folder for other, folder in started if other == start), None)
+        if folder is None:
+            folder = where / ("warmup" if role == "actor" else role)
+            before = folder.name if name == "train" else f"{name}/{folder.name}"
+            seed = crc32(f"{run.seed} {start.seed}".encode())
+            chain += phases(replace(start, seed=seed), folder, before, started)
+            started.append((start, folder))
+        roles[role] = replace(each, start=Warm(str(folder)))
+    return [*chain, (replace(run, roles=roles), name, where)]
 
 
 def fits(run: Run, mesh: MeshFile) -> None:
@@ -69,56 +82,72 @@ def train(run: Run, mesh: MeshFile, where: Path, config: dict, display: Display)
         writers = [tracker.open(where, config) for tracker in run.trackers]
         log = stack.enter_context(MetricsLog(where / "metrics.jsonl", *writers))
         samples = stack.enter_context(JsonLines(where / "samples.jsonl"))
-        params = None
-        for phase in chain:
-            stages = build(phase.run, mesh)
-            if phase.run is run:
-                return _train(phase, stages, params, log, samples, display, stopped)
-            params = _warm_up(phase, stages, params, log, display, stopped)
-    raise AssertionError("a run is its own last phase")
+        for phase in chain[:-1]:
+            _warm_up(phase, build(phase.run, mesh), log, display, stopped)
+        return _train(chain[-1], build(chain[-1].run, mesh), log, samples, display, stopped)
 
 
-def first_state(phase: Phase, stages: Stages, params, step: int | None = None) -> tuple[TrainState, int | None]:
-    """The state before the phase's first step: from scratch, a run directory, or the phase before.
+def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict[str, TrainState], dict, dict]:
+    """(states before the first step, parameters of frozen roles, {role: the step of the run directory it is from}).
 
-    With the step of the run directory's checkpoint: the one asked for, or else its latest.
+    `at` says which steps these were when the run was begun; else they are the latest.
     """
-    start = phase.run.roles["actor"].start
-    if isinstance(start, Fresh):
-        return stages.begin(phase.run.seed), None
-    if isinstance(start, str):
-        place = stages.train
-        params, step = parameters(run_directory(start), stages.lm, place.mesh, place.placement.zero, step)
-    return stages.adopt(params), step
+    run, states, frozen, steps = phase.run, {}, {}, {}
+
+    def found(role: str, place, of: str):
+        start, heads = run.roles[of].start, run.heads(role)
+        where = Path(start.where) if isinstance(start, Warm) else run_directory(start)
+        restored = parameters(
+            where, run.roles[role].lm, heads, place.mesh, place.placement.zero, at.get(role), role=role, seed=run.seed
+        )
+        steps[role] = restored.step
+        return restored
+
+    for role, player in stages.trained.items():
+        of = role if run.roles[role].start is not None else "actor"
+        if isinstance(run.roles[of].start, Fresh):
+            states[role] = player.begin(run.seed)
+        else:
+            restored = found(role, player.place, of)
+            states[role] = player.adopt(restored.params, restored.moments)
+    for role, judge in stages.frozen.items():
+        start = run.roles[role].start
+        if start is None:
+            frozen[role] = judge.freeze(graft(judge.lm.table, stages.actor.lm.table, states["actor"].params))
+        elif isinstance(start, Fresh):
+            frozen[role] = judge.begin(run.seed)
+        else:
+            frozen[role] = found(role, judge.place, role).params
+    return states, frozen, steps
 
 
-def _warm_up(phase: Phase, stages: Stages, params, log, display, stopped):
-    """The parameters that a finished warm-up ends with."""
-    state, _ = first_state(phase, stages, params)
-    state, first, done, seconds = resumed(phase, stages, state)
+def _warm_up(phase: Phase, stages: Stages, log, display, stopped) -> None:
+    """Takes the steps that are left of a run that another starts from."""
+    states, frozen, _ = first_states(phase, stages, {})
+    keep_reference(phase, stages, frozen)
+    states, first, done, seconds = resumed(phase, stages, states)
     if not done:
         display.phase(phase.name, phase.run.steps)
-        state = steps(phase, stages, state, None, first, seconds, log, None, display, stopped)
-    return state.params
+        steps(phase, stages, states, frozen, first, seconds, log, None, display, stopped)
 
 
-def _train(phase: Phase, stages: Stages, params, log, samples, display, stopped) -> dict:
+def _train(phase: Phase, stages: Stages, log, samples, display, stopped) -> dict:
     run, where = phase.run, phase.where
     path = where / "summary.json"
     begun = json.loads(path.read_text()) if phase.latest is not None and path.exists() else {}
-    state, start = first_state(phase, stages, params, begun.get("start"))
-    reference = stages.freeze(state.params) if "reference" in run.roles else None
+    states, frozen, start = first_states(phase, stages, begun.get("start") or {})
     display.phase(phase.name, run.steps)
+    keep_reference(phase, stages, frozen)
     if not begun:
         display.stage("evaluate")
-        before, shown = evaluate(run, stages, stages.publish(state.params)[0])
+        before, shown = measure(run, stages, states, frozen)
         begun = {"before": before, "samples": {"before": shown}, "start": start}
         write_json(path, begun)
-    state, first, done, seconds = resumed(phase, stages, state)
+    states, first, done, seconds = resumed(phase, stages, states)
     if not done:
-        state = steps(phase, stages, state, reference, first, seconds, log, samples, display, stopped)
+        states = steps(phase, stages, states, frozen, first, seconds, log, samples, display, stopped)
     display.stage("evaluate")
-    after, shown = evaluate(run, stages, stages.publish(state.params)[0])
+    after, shown = measure(run, stages, states, frozen)
     summary = begun | {
         "after": after,
         "steps": int(phase.saver.latest() or 0),
@@ -130,28 +159,35 @@ def _train(phase: Phase, stages: Stages, params, log, samples, display, stopped)
     return summary
 
 
-def resumed(phase: Phase, stages: Stages, state: TrainState) -> tuple[TrainState, int, bool, dict]:
-    """The state to go on from, the first step to take, whether none is left, and the seconds spent so far."""
+def keep_reference(phase: Phase, stages: Stages, frozen: dict) -> None:
+    """Where the run says so."""
+    run = phase.run
+    if run.keep_reference and "reference" in frozen:
+        keep(run, stages, frozen, (phase.latest or 0) + 1, [] if verifiers_of(run) else held_out(run))
+
+
+def resumed(phase: Phase, stages: Stages, states: dict[str, TrainState]) -> tuple[dict, int, bool, dict]:
+    """The states to go on from, the first step to take, whether none is left, and the seconds spent so far."""
     if phase.latest is None:
-        return state, 1, False, {}
-    state, info = phase.saver.restore(phase.latest, jax.tree.map(abstract_like, state))
-    return state, phase.latest + 1, info["reached"] or phase.latest >= phase.run.steps, info["seconds"]
+        return states, 1, False, {}
+    states, info = phase.saver.restore(phase.latest, jax.tree.map(abstract_like, states))
+    return states, phase.latest + 1, info["reached"] or phase.latest >= phase.run.steps, info["seconds"]
 
 
 def abstract_like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def steps(phase, stages, state, reference, first, seconds, log, samples, display, stopped) -> TrainState:
+def steps(phase, stages, states, frozen, first, seconds, log, samples, display, stopped) -> dict[str, TrainState]:
     """Takes the phase's steps: logs, evaluates and saves each as its settings say. `seconds` adds up by stage."""
     run, saver = phase.run, phase.saver
-    schedule = run.schedule(run, stages, state, reference, first, display.stage)
-    for step, (state, metrics, shown) in enumerate(schedule, first):
+    schedule = run.schedule(run, stages, states, frozen, first, display.stage)
+    for step, (states, metrics, shown) in enumerate(schedule, first):
         metrics = {name: float(value) for name, value in metrics.items()}
         if run.evaluation.every and (step % run.evaluation.every == 0 or step == run.steps):
             display.stage("evaluate")
             at = perf_counter()
-            metrics |= evaluate(run, stages, stages.publish(state.params)[0])[0]
+            metrics |= measure(run, stages, states, frozen)[0]
             metrics["seconds/evaluate"] = perf_counter() - at
         for name, value in metrics.items():
             stage = name.removeprefix("seconds/")
@@ -161,23 +197,25 @@ def steps(phase, stages, state, reference, first, seconds, log, samples, display
         for sample in shown if samples else ():
             samples.write({"step": step, **sample})
         display.update(step, metrics)
-        if metrics["skipped"] >= SKIPS:
-            raise RunFailed(
-                f"{phase.name} step {step}: the last {SKIPS} updates were not finite (loss {metrics['loss']}, gradient "
-                f"norm {metrics['grad_norm']}) and were skipped; lower the learning rate, or look at the rewards"
-            )
+        for of in ("", "critic/"):  # a critic may learn alone
+            if metrics.get(f"{of}skipped", 0) >= SKIPS:
+                raise RunFailed(
+                    f"{phase.name} step {step}: the last {SKIPS} updates were not finite ({of}loss "
+                    f"{metrics[f'{of}loss']}, gradient norm {metrics[f'{of}grad_norm']}) and were skipped; "
+                    "lower the learning rate, or look at the rewards"
+                )
         reached = run.until is not None and bool(run.until(metrics))
         done = reached or step == run.steps
         if done or stopped() or (run.checkpoints.every and step % run.checkpoints.every == 0):
             display.stage("save")
-            saver.save(step, state, {"reached": reached, "seconds": seconds}, metrics)
+            saver.save(step, states, {"reached": reached, "seconds": seconds}, metrics)
         if stopped():
             saver.finish()
             raise Interrupted(stopped(), f"stopped at {phase.name} step {step}, saved; continue with --resume")
         if done:
             break
     saver.finish()
-    return state
+    return states
 
 
 @contextmanager

@@ -1,21 +1,30 @@
 """Schedules: in which order a run goes through its stages. Each is a generator over the same stages.
 
-A schedule yields after every step: (state, metrics, samples). Each stage is waited for, so its seconds are its own.
+A schedule yields after every step: (states, metrics, samples). Each stage is waited for, so its seconds are its own.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
+from zlib import crc32
 
 import jax
 import numpy as np
 
-from rljax.assess.rewards import Completion, score, total
-from rljax.data.problems import Problem
-from rljax.data.rows import Prompts, encode_prompts, examples, fit, real, take
+from rljax.assess.groups import varied
+from rljax.data import examples
+from rljax.data.pack import pack
+from rljax.data.rows import Prompts, encode_prompts, fit, real, take
+from rljax.errors import RunFailed
+from rljax.run.assessment import Answered, answered, assess, sample_of
+from rljax.run.reference import referred
 from rljax.run.run import Run
 from rljax.run.stages import Stages
-from rljax.types import STOP, Assessed, Rollout, TrainState
+from rljax.train.metrics import combine
+from rljax.types import Assessed, Rollout, TrainState
+
+SHAPES = 8  # so many numbers of rows a step's packed sequences fill, or few more
 
 
 class Clock:
@@ -32,108 +41,181 @@ class Clock:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + perf_counter() - began
 
 
-def synchronous(run: Run, stages: Stages, state: TrainState, reference, first: int, show) -> Iterator[tuple]:
+def synchronous(run: Run, stages: Stages, states: dict, frozen: dict, first: int, show) -> Iterator[tuple]:
     """Generate, assess, train, one after the other: every completion is from the parameters it trains."""
     for step in range(first, run.steps + 1):
         clock, began = Clock(show), perf_counter()
-        prompts = problems_of(run, stages, step)
         with clock("reshard"):
-            params, moved = stages.publish(state.params)
+            params, moved = stages.publish(states["actor"].params)
             jax.block_until_ready(params)
-        with clock("generate"):
-            version = (step - 1) * run.minibatches * run.epochs
-            rollout = stages.complete(params, prompts, run.seed, step, version, run.sampling, run.n)
-            rollout = real(rollout)
+        found, greedy, metrics = collect(run, stages, params, step, clock)
         del params
         with clock("assess"):
-            assessed, metrics, samples = assess(run, prompts, rollout)
+            assessed, seen = assess(run, stages, states, frozen, found, greedy)
             assessed = fit(assessed, run.prompts * run.n)  # one shape, whatever prompts were dropped
-            if reference is not None:
-                assessed = assessed.replace(ref_logp=stages.refer(reference, assessed.rollout))
         with clock("train"):
-            state, trained = train(run, stages, state, assessed, step)
+            states, trained = train(run, stages, states, assessed, step)
+        rollout = found.rollout
         made = int(np.sum(rollout.length - rollout.prompt_length))
-        metrics |= trained | {
-            "prompts/dropped": prompts.dropped,
-            "bytes/reshard": moved,
-            "tokens_per_second": made / (perf_counter() - began),
-            **{f"seconds/{stage}": spent for stage, spent in clock.seconds.items()},
-        }
-        yield state, metrics, samples
+        metrics |= (
+            seen
+            | trained
+            | {
+                "bytes/reshard": moved,
+                "tokens_per_second": made / (perf_counter() - began),
+                **{f"seconds/{stage}": spent for stage, spent in clock.seconds.items()},
+            }
+        )
+        yield states, metrics, samples_of(run, found, assessed)
 
 
-def supervised(run: Run, stages: Stages, state: TrainState, reference, first: int, show) -> Iterator[tuple]:
-    """Train on the task's own solutions."""
+def collect(run: Run, stages: Stages, params, step: int, clock) -> tuple[Answered, np.ndarray | None, dict]:
+    """Verified completions of `run.prompts` prompts, the greedy one's reward for each where it is needed, and metrics.
+
+    With `run.resample`, prompts whose completions are all right or all wrong are replaced, round by round.
+    """
+    rounds, kept, greedies, dropped, done = run.resample.rounds if run.resample else 1, [], [], 0, 0
+    version = (step - 1) * run.minibatches * run.epochs
+    for round in range(rounds):
+        prompts = problems_of(run, stages, step, round)
+        dropped += prompts.dropped
+        with clock("generate"):
+            rollout = real(stages.complete(params, prompts, run.seed, step, version, run.sampling, run.n))
+        with clock("assess"):
+            found = answered(run, prompts, rollout)
+        if getattr(run.objective.advantage, "needs_greedy", False):
+            with clock("generate"):
+                best = replace(run.sampling, temperature=0.0)
+                best = real(stages.complete(params, prompts, run.seed, step, version, best, 1))
+            with clock("assess"):
+                of = dict(zip(best.uid.tolist(), np.nansum(answered(run, prompts, best).scores, 1)))
+                greedies.append(np.array([of[uid] for uid in rollout.uid.tolist()]))
+        rows = np.arange(len(rollout.uid))
+        if run.resample:
+            rows = rows[varied(found.scores[:, 0] > 0, rollout.uid)]
+        kept.append((found, rows))
+        done += len(np.unique(rollout.uid[rows]))
+        if done >= run.prompts or not run.resample:
+            break
+    else:
+        raise RunFailed(
+            f"step {step}: {rounds} rounds of {run.prompts} prompts gave {done} answered both right and wrong, but "
+            f"prompts={run.prompts} are needed: the task may be too easy or too hard; raise n or resample.rounds"
+        )
+    found = joined(kept)
+    keep = np.isin(found.rollout.uid, np.unique(found.rollout.uid)[: run.prompts])  # uids count up, round by round
+    greedy = np.concatenate([g[rows] for g, (_, rows) in zip(greedies, kept)])[keep] if greedies else None
+    metrics = {"prompts/dropped": dropped} | ({"rounds": len(kept)} if run.resample else {})
+    return chosen(found, np.flatnonzero(keep)), greedy, metrics
+
+
+def joined(parts: list[tuple[Answered, np.ndarray]]) -> Answered:
+    """Some rows of each, one after the other."""
+    parts = [chosen(found, rows) for found, rows in parts]
+    rollout = jax.tree.map(lambda *xs: np.concatenate(xs), *(found.rollout for found in parts))
+    flat = lambda name: [x for found in parts for x in getattr(found, name)]
+    return Answered(rollout, flat("problems"), flat("completions"), np.concatenate([found.scores for found in parts]))
+
+
+def chosen(found: Answered, rows: np.ndarray) -> Answered:
+    pick = lambda items: [items[row] for row in rows]
+    return Answered(take(found.rollout, rows), pick(found.problems), pick(found.completions), found.scores[rows])
+
+
+def supervised(run: Run, stages: Stages, states: dict, frozen: dict, first: int, show) -> Iterator[tuple]:
+    """Train on the task's own examples: solutions to imitate, pairs to prefer, labelled completions or steps."""
     for step in range(first, run.steps + 1):
         clock = Clock(show)
         problems = run.task.batch(run.prompts, run.seed, step)
-        rollout = examples(problems, run.tokenizer, run.max_prompt + run.max_new)
+        assessed = examples.rows_of(problems, run.tokenizer, run.max_prompt + run.max_new, run.separator)
+        if "reference" in frozen:
+            with clock("assess"):
+                assessed = referred(run, stages, states, frozen, problems, assessed)
         with clock("train"):
-            assessed = Assessed(rollout, np.zeros((len(problems), 0), np.float32))
-            state, metrics = train(run, stages, state, assessed, step)
-        length = float(np.mean(rollout.length - rollout.prompt_length))
-        yield state, metrics | {"length": length, "seconds/train": clock.seconds["train"]}, []
+            states, metrics = train(run, stages, states, assessed, step)
+        seconds = {f"seconds/{stage}": spent for stage, spent in clock.seconds.items()}
+        yield states, metrics | {"length": lengths(assessed.rollout)} | seconds, []
 
 
-def train(run: Run, stages: Stages, state: TrainState, assessed: Assessed, step: int) -> tuple[TrainState, dict]:
-    """All updates of a step, and their metrics: means over the step's tokens, or the largest of what is a maximum."""
-    seen = []
+def paired(run: Run, stages: Stages, states: dict, frozen: dict, first: int, show) -> Iterator[tuple]:
+    """Generate, verify, pair, train: preferences between the model's own right and wrong completions.
+
+    They are the actor's, or with `run.pairs.of = "reference"` those of the model as the run began, so that a run is one
+    iteration of iterative reasoning preference optimization (arXiv:2404.19733).
+    """
+    for step in range(first, run.steps + 1):
+        clock, began = Clock(show), perf_counter()
+        with clock("reshard"):
+            source = frozen["reference"] if run.pairs.of == "reference" else states["actor"].params
+            params, moved = stages.publish(source)
+            jax.block_until_ready(params)
+        found, _, metrics = collect(run, stages, params, step, clock)
+        del params
+        with clock("assess"):
+            rewards = np.nansum(found.scores, 1)
+            made = examples.pairs_of(found.rollout, rewards, run.pairs.per_prompt, run.seed)
+            metrics |= {"reward": float(np.mean(rewards)), "pairs": len(made.rollout.uid)}
+            made = fit(made, run.prompts * run.pairs.per_prompt)
+            made = referred(run, stages, states, frozen, [], made)
+        with clock("train"):
+            states, trained = train(run, stages, states, made, step)
+        metrics |= trained | {
+            "length": lengths(found.rollout),
+            "bytes/reshard": moved,
+            "seconds/step": perf_counter() - began,
+            **{f"seconds/{stage}": spent for stage, spent in clock.seconds.items()},
+        }
+        yield states, metrics, samples_of(run, found, None)
+
+
+def lengths(rollout: Rollout) -> float:
+    """Mean number of tokens that a row trains."""
+    rows = rollout.mask.any(1)
+    return float(np.sum(rollout.mask) / max(1, np.sum(rows)))
+
+
+def samples_of(run: Run, found: Answered, assessed: Assessed | None) -> list[dict]:
+    """A few completions to write down."""
+    scores = found.scores if assessed is None else assessed.scores
+    rewards = np.nansum(scores, 1)
+    rows = range(min(run.samples, len(found.problems)))
+    return [sample_of(found.rollout, b, found.problems[b], found.completions[b], rewards[b]) for b in rows]
+
+
+def train(run: Run, stages: Stages, states: dict[str, TrainState], assessed: Assessed, step: int) -> tuple[dict, dict]:
+    """All updates of a step, and their metrics as one."""
+    states, metrics = dict(states), {}
+    alone = run.critic and step <= run.objective.critic.warmup
+    learners = [role for role in states if role == "critic" or not alone]
+    seen, packing = {role: [] for role in learners}, []
     for batch in minibatches(run, assessed, step):
-        state, metrics = stages.update(state, batch)
-        seen.append(metrics)
-    seen = jax.device_get(seen)
-    tokens = np.array([metrics["tokens"] for metrics in seen])
-    combined = {}
-    for name in seen[0]:
-        values = np.array([metrics[name] for metrics in seen])
-        if name == "tokens":
-            combined[name] = float(values.sum())
-        elif name == "skipped":
-            combined[name] = float(values[-1])
-        elif name.endswith("/max"):
-            combined[name] = float(values.max())
-        else:
-            combined[name] = float(np.average(values, weights=np.maximum(tokens, 1)))
-    return state, combined
+        if run.pack:
+            batch, filled = pack(batch, run.pack, quantum(batch, run.pack, stages.actor.place.rows), run.together)
+            packing.append(filled)
+        for role in learners:
+            states[role], found = stages.trained[role].update(states[role], batch)
+            seen[role].append(found)
+    for role, found in jax.device_get(seen).items():
+        mine = combine(found)
+        metrics |= mine if role == "actor" else {f"{role}/{name}": value for name, value in mine.items()}
+    for name in packing[0] if packing else ():
+        metrics[name] = float(np.mean([filled[name] for filled in packing]))
+    return states, metrics
 
 
-def problems_of(run: Run, stages: Stages, step: int) -> Prompts:
-    problems = run.task.batch(run.prompts, run.seed, step)
-    rows = stages.generate.rows
-    return encode_prompts(problems, run.tokenizer, run.max_prompt, rows, first_uid=(step - 1) * run.prompts)
+def quantum(batch: Assessed, tokens: int, multiple: int) -> int:
+    """Of how many rows the number of packed rows is a multiple: few numbers, since each is a shape to compile."""
+    most = batch.rollout.mask.size / tokens
+    return max(1, round(most / SHAPES / multiple)) * multiple
 
 
-def assess(run: Run, prompts: Prompts, rollout: Rollout) -> tuple[Assessed, dict, list[dict]]:
-    """Scores and advantages of a rollout, metrics of them, and a few samples to write down."""
-    problems, completions = read(run, prompts, rollout)
-    scores = score(run.rewards, problems, completions)
-    rewards = total(scores)
-    advantages = run.objective.advantage(rewards, rollout.uid).astype(np.float32)
-    groups = [rewards[rollout.uid == uid] for uid in np.unique(rollout.uid)]
-    length = rollout.length - rollout.prompt_length
-    names = [getattr(r, "__name__", type(r).__name__) for r in run.rewards]
-    metrics = {
-        "reward": _mean(rewards),
-        **{f"reward/{name}": _mean(column) for name, column in zip(names, scores.T)},
-        "advantage/std": float(np.std(advantages)),
-        "groups/zero_variance": float(np.mean([np.ptp(g) == 0 for g in groups])),
-        "length": float(np.mean(length)),
-        "truncated": float(np.mean(rollout.finish != STOP)),
-    }
-    samples = [
-        sample_of(rollout, b, problems[b], completions[b], rewards[b]) for b in range(min(run.samples, len(rewards)))
-    ]
-    return Assessed(rollout, scores, np.where(rollout.mask, advantages[:, None], 0)), metrics, samples
-
-
-def read(run: Run, prompts: Prompts, rollout: Rollout) -> tuple[list[Problem], list[Completion]]:
-    """The problem of each row and what was said, as text."""
-    by_uid = dict(zip(prompts.uid.tolist(), prompts.problems))
-    completions = []
-    for ids, begin, end, finish in zip(rollout.tokens.ids, rollout.prompt_length, rollout.length, rollout.finish):
-        said = ids[begin:end]
-        completions.append(Completion(run.tokenizer.decode(said), tuple(said.tolist()), bool(finish == STOP)))
-    return [by_uid[uid] for uid in rollout.uid.tolist()], completions
+def problems_of(run: Run, stages: Stages, step: int, round: int = 0) -> Prompts:
+    """The prompts of a step; those of later rounds are drawn apart, so that the rest do not depend on how many took."""
+    seed = crc32(f"{run.seed} {round}".encode()) if round else run.seed
+    problems = run.task.batch(run.prompts, seed, step)
+    rounds = run.resample.rounds if run.resample else 1
+    first_uid = ((step - 1) * rounds + round) * run.prompts
+    return encode_prompts(problems, run.tokenizer, run.max_prompt, stages.generate.rows, first_uid=first_uid)
 
 
 def minibatches(run: Run, assessed: Assessed, step: int) -> Iterator[Assessed]:
@@ -145,18 +227,3 @@ def minibatches(run: Run, assessed: Assessed, step: int) -> Iterator[Assessed]:
             order = np.random.default_rng([run.seed, step, epoch]).permutation(rows)
         for part in np.array_split(order, run.minibatches):
             yield fit(take(assessed, part), -(-rows // run.minibatches))
-
-
-def sample_of(rollout: Rollout, b: int, problem: Problem, completion: Completion, reward: float) -> dict:
-    return {
-        "uid": int(rollout.uid[b]),
-        "prompt": problem.prompt,
-        "completion": completion.text,
-        "reward": float(reward),
-        "length": len(completion.ids),
-        "finish_reason": "stop" if completion.stopped else "length",
-    }
-
-
-def _mean(x: np.ndarray) -> float:
-    return float(np.mean(x[~np.isnan(x)])) if not np.all(np.isnan(x)) else float("nan")

@@ -34,16 +34,16 @@ def load(target: str, mesh: Path | None, step: int | None, experiment: Path | No
     file = load_mesh(mesh) if mesh else file
     devices.configure(file)
     stages = build(run, file)
-    place = stages.generate
-    params, at = parameters(where, stages.lm, place.mesh, place.placement.zero, step)
-    return run, stages, params, at
+    place, role = stages.generate, run.roles["actor"]
+    found = parameters(where, role.lm, run.heads("actor"), place.mesh, place.placement.zero, step)
+    return run, stages, found.params, found.step
 
 
 def complete(
     run: Run, stages: Stages, params, texts: list[str], ids: list[str], sampling: Sampling, n: int, seed: int
 ) -> Iterator[dict]:
     """n completions of each prompt, prompts given as text first, then as ids: prompt, text, ids, log-probabilities."""
-    prompts = [run.tokenizer.encode(text) for text in texts] + [_ids(line, stages.lm.vocab) for line in ids]
+    prompts = [run.tokenizer.encode(text) for text in texts] + [_ids(line, stages.actor.lm.vocab) for line in ids]
     if not prompts:
         raise UserError('nothing to complete: give --prompt TEXT or --ids "1 2 3"')
     if not all(prompts):

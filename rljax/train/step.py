@@ -1,6 +1,7 @@
 """One optimizer step as a pure function: microbatches of unreduced sums, then one reduction and one update."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +10,22 @@ from jax import P
 
 from rljax.mesh import Strategy, reduced, scatter, spec_of
 from rljax.mesh.verbs import TOKENS, axes_of, split_over
-from rljax.model.forward import logprobs, scores
+from rljax.model.forward import outputs, read
 from rljax.model.microbatches import cut
 from rljax.model.pipeline import value_and_grad
-from rljax.model.table import LM, map_table
-from rljax.train.losses import k3
-from rljax.train.objectives import Objective
-from rljax.types import Assessed, TrainState
+from rljax.model.table import LM, is_tensor, map_table
+from rljax.train import running
+from rljax.train.judge import judge
+from rljax.train.metrics import Mean
+from rljax.train.objectives import Objective, Weights
+from rljax.train.sequences import first
+from rljax.types import Assessed, Rollout, TrainState
 
 
-def start(lm: LM, params, optimizer: optax.GradientTransformation, zero: int) -> TrainState:
+def start(lm: LM, params, optimizer: optax.GradientTransformation, zero: int, kl: float = 0.0) -> TrainState:
     """The state before the first update; optimizer state is placed like the updates that it makes."""
-    return TrainState(jnp.int32(0), jnp.int32(0), params, optimizer.init(_mine(lm, params, zero)))
+    opt = optimizer.init(_mine(lm, params, zero))
+    return TrainState(jnp.int32(0), jnp.int32(0), params, opt, jnp.float32(kl), jnp.zeros(3, jnp.float32))
 
 
 def _mine(lm: LM, params, zero: int):
@@ -45,36 +50,66 @@ def update(
     centered on the policy itself, so that every ratio is exactly 1; otherwise on the sampler's log-probabilities.
     An update whose loss or gradient is not finite changes nothing but `state.skipped`.
     """
-    weights = objective.reduction(batch.rollout.mask)
+    rollout, moments, kl = batch.rollout, state.moments, state.kl
+    if objective.critic and objective.critic.normalize:
+        moments = running.add(moments, batch.returns, rollout.mask)
+        scaled = lambda x: running.normalized(moments, x)
+        batch = batch.replace(returns=scaled(batch.returns), values=scaled(batch.values))
+    weights = objective.weights(batch, kl if objective.adaptive else objective.kl)
     loss, sums, largest, layers, grads = gradients(
         state.params, batch, weights, lm=lm, objective=objective, adjust=adjust, on_policy=on_policy, strategy=strategy
     )
-    norm = optax.tree.norm(grads)
+    norms = by_part(lm, grads)
+    norm = jnp.sqrt(sum(norms.values()))
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     mine = _mine(lm, state.params, strategy.zero)
     deltas, opt = optimizer.update(grads, state.optimizer, mine)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    skipped = jnp.where(finite, 0, state.skipped + 1)
     params = keep(lm.settle(optax.apply_updates(mine, deltas), layers), mine)
     params = jax.tree.map(lambda new, old: jax.reshard(new, spec_of(old)), params, state.params)
-    state = TrainState(state.step + 1, skipped, params, keep(opt, state.optimizer))
-    tokens = jnp.maximum(jnp.sum(batch.rollout.mask), 1).astype(jnp.float32)
-    means = {name: total / tokens for name, total in sums.items()}
+    if objective.adaptive:
+        measured, sequences = sums["kl/reference/k1"], jnp.sum(first(rollout.mask, rollout.tokens.segments))
+        kl = objective.adaptive(kl, measured.total / jnp.maximum(measured.weight, 1.0), sequences.astype(jnp.float32))
+    state = TrainState(
+        step=state.step + 1,
+        skipped=jnp.where(finite, 0, state.skipped + 1),
+        params=params,
+        optimizer=keep(opt, state.optimizer),
+        kl=keep(kl, state.kl),
+        moments=keep(moments, state.moments),
+    )
     return state, {
-        "tokens": tokens,
+        "tokens": jnp.sum(rollout.mask).astype(jnp.float32),
         "loss": loss,
         "grad_norm": norm,
-        "skipped": skipped.astype(jnp.float32),
-        **means,
+        **{f"grad_norm/{part}": jnp.sqrt(square) for part, square in norms.items()},
+        "skipped": state.skipped.astype(jnp.float32),
+        **({"staleness": _staleness(state.step - 1, rollout)} if objective.advantage else {}),
+        **({"kl/coefficient": state.kl} if objective.adaptive else {}),
+        **sums,
         **largest,
         **lm.observe(layers),
     }
 
 
+def _staleness(step, rollout: Rollout) -> Mean:
+    """Updates between the policy that chose a token and the one that it trains."""
+    behind = jnp.where(rollout.mask, step - rollout.version, 0).astype(jnp.float32)
+    return Mean(jnp.sum(behind), jnp.sum(rollout.mask).astype(jnp.float32))
+
+
+def by_part(lm: LM, grads) -> dict[str, jax.Array]:
+    """The squared norm of the gradient of each part of the model."""
+    squares = {}
+    for t, g in zip(jax.tree.leaves(lm.table, is_leaf=is_tensor), jax.tree.leaves(grads), strict=True):
+        squares[t.part] = squares.get(t.part, 0.0) + jnp.sum(jnp.square(g))
+    return squares
+
+
 def gradients(
     params,
     batch: Assessed,
-    weights,
+    weights: Weights,
     *,
     lm: LM,
     objective: Objective,
@@ -82,7 +117,7 @@ def gradients(
     on_policy: bool,
     strategy: Strategy,
 ):
-    """(loss, sums of metrics over masked tokens, maxima, the layers' sums, gradient), all global.
+    """(loss, sums that metrics are made of, maxima, the layers' sums, gradient), all global.
 
     The gradient is placed as its update is.
 
@@ -93,43 +128,24 @@ def gradients(
     zero = strategy.zero
     tokens = jnp.maximum(jnp.sum(batch.rollout.tokens.segments > 0), 1).astype(jnp.float32)
 
-    def judge(logp, entropy, batch: Assessed, weights):
-        """The loss of a microbatch, a sum, and what metrics are made of."""
-        rollout, mask = batch.rollout, batch.rollout.mask
-        clean = lambda x: jnp.where(mask, x, 0.0)  # what the mask excludes may hold anything, NaN included
-        sampled = clean(rollout.logp)
-        old = jax.lax.stop_gradient(logp) if on_policy else sampled
-        each, seen = objective.loss(logp, old, clean(0.0 if batch.advantages is None else batch.advantages))
-        gap = jax.lax.stop_gradient(logp) - sampled
-        seen |= {"entropy": entropy, "mismatch/mean": jnp.abs(gap), "kl/sampler": k3(gap, jnp.zeros_like(gap))}
-        if batch.ref_logp is not None:
-            divergence = k3(logp, clean(batch.ref_logp))
-            seen["kl/reference"] = divergence
-            each = each + objective.kl * divergence if objective.kl else each
-        each = each - objective.entropy * entropy if objective.entropy else each
-        sums = {name: jnp.sum(clean(x.astype(jnp.float32))) for name, x in jax.lax.stop_gradient(seen).items()}
-        largest = {"mismatch/max": jnp.max(jnp.abs(clean(gap)))}
-        return jnp.sum(jnp.where(mask, weights * each, 0.0)), (sums, largest)
-
+    judged = partial(judge, objective=objective, on_policy=on_policy)
     total = lambda x: jax.tree.map(jnp.sum, x)
     peak = lambda x: jax.tree.map(jnp.max, x)
     parts = cut((batch, weights), strategy.microbatches)
     if jax.sharding.get_abstract_mesh().shape["pipe"] > 1:
 
         def tail(head, x, part):
-            batch, weights = part
-            ids, mask = batch.rollout.tokens.ids, batch.rollout.mask
-            return judge(*scores(lm, head, lm.norm(head, x), ids, mask, adjust, strategy), batch, weights)
+            rollout = part[0].rollout
+            return judged(read(lm, head, lm.norm(head, x), rollout.tokens.ids, rollout.mask, adjust, strategy), *part)
 
         losses, (sums, largest), layers, grads = value_and_grad(
             lm, params, parts[0].rollout.tokens, parts, 1 / tokens, tail, strategy
         )
         return total(losses), total(sums), peak(largest), layers, grads
 
-    def loss(params, batch: Assessed, weights):
-        rollout = batch.rollout
-        logp, entropy, layers = logprobs(lm, params, rollout.tokens, rollout.mask, adjust, strategy)
-        value, seen = judge(logp, entropy, batch, weights)
+    def loss(params, batch: Assessed, weights: Weights):
+        out, layers = outputs(lm, params, batch.rollout.tokens, batch.rollout.mask, adjust, strategy)
+        value, seen = judged(out, batch, weights)
         return value + lm.penalty(layers) / tokens, (seen, jax.lax.stop_gradient(layers))
 
     def scattered(t, g):

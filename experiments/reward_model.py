@@ -1,0 +1,85 @@
+"""A reward model is trained on pairs, and reinforcement learning then asks it instead of a verifier.
+
+Pairs hold a worked sum and one whose answer is wrong in a digit. The reward model (Bradley-Terry) starts from the actor
+that was shown sums, with a scalar head. GRPO then maximizes its score; exact match is only reported.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rljax.assess.models import ModelReward
+from rljax.assess.rewards import ExactMatch
+from rljax.data.examples import Pair
+from rljax.data.problems import Addition
+from rljax.data.tokenizer import Characters
+from rljax.model.decoder import Decoder
+from rljax.run.run import Checkpoints, Evaluation, Fresh, Reached, Role, Run
+from rljax.run.schedules import supervised, synchronous
+from rljax.train.algorithms import grpo, reward_model, sft
+from rljax.train.optimizer import AdamW
+
+
+@dataclass(frozen=True)
+class Mistaken:
+    """Pairs of a sum's solution and the same with another digit in the answer."""
+
+    of: Addition = Addition(digits=3)
+
+    def batch(self, count: int, seed: int, step: int, held_out: bool = False) -> list[Pair]:
+        rng = np.random.default_rng([seed, step, held_out, 1])
+        return [self.pair(p, rng) for p in self.of.batch(count, seed, step, held_out)]
+
+    def pair(self, p, rng) -> Pair:
+        at = len(p.solution) - 1 - int(rng.integers(len(p.answer)))
+        wrong = str((int(p.solution[at]) + int(rng.integers(1, 10))) % 10)
+        rejected = p.solution[:at] + wrong + p.solution[at + 1 :]
+        return Pair(p.prompt, p.answer, chosen=p.solution, rejected=rejected)
+
+
+LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm=True)
+COMMON = dict(
+    tokenizer=Characters("0123456789+=;#"), max_prompt=8, max_new=32, checkpoints=Checkpoints(every=0),
+    mesh="meshes/eight.toml",
+)  # fmt: skip
+
+WARMUP = Run(
+    roles={"actor": Role(LM, Fresh(), AdamW(lr=6e-3, b2=0.98, warmup=20))},
+    task=Addition(digits=3),
+    rewards=(ExactMatch(after="#"),),
+    objective=sft(),
+    schedule=supervised,
+    prompts=128,
+    steps=500,
+    until=Reached("eval/exact_match", 0.2),
+    **COMMON,
+)
+
+REWARD = Run(
+    roles={"actor": Role(LM, WARMUP, AdamW(lr=3e-3, b2=0.98, warmup=10), head="value")},
+    task=Mistaken(),
+    objective=reward_model(center=0.01),
+    schedule=supervised,
+    prompts=128,
+    steps=400,
+    until=Reached("eval/preference/accuracy", 0.95),
+    evaluation=Evaluation(every=20),
+    **COMMON,
+)
+
+RUN = Run(
+    roles={
+        "actor": Role(LM, WARMUP, AdamW(lr=8e-4, b2=0.98, warmup=4, decay="linear", floor=0.1)),
+        "reward": Role(LM, REWARD),
+    },
+    task=Addition(digits=3),
+    rewards=(ModelReward(), ExactMatch(after="#")),
+    objective=grpo(),
+    schedule=synchronous,
+    prompts=48,
+    n=8,
+    minibatches=4,
+    steps=60,
+    evaluation=Evaluation(every=10),
+    **COMMON,
+)
