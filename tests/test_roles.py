@@ -251,6 +251,14 @@ def test_a_reward_model_learns_from_pairs_and_scores_last_tokens(done):
     assert one["reward"] == pytest.approx(one["reward/ModelReward"] + one["reward/digits"], rel=1e-5)
 
 
+@pytest.mark.parametrize("command", [("eval",), ("generate", "--ids", "1 2")], ids=lambda words: words[0])
+def test_a_reward_model_completes_nothing(done, command, capsys):
+    _, _, where = done("preferences")
+    name, *words = command
+    assert trial.rljax(name, where, *words) == 2
+    assert 'its actor has head="value"' in capsys.readouterr().err
+
+
 def test_a_student_is_drawn_to_its_teacher(done):
     run, on, where = done("teacher")
     prompts, rollout = seen(run, on, where)

@@ -24,6 +24,8 @@ def load(target: str, mesh: Path | None, step: int | None, experiment: Path | No
     """
     where = run_directory(target)
     _, run, file = recall(where)
+    if "tokens" not in run.heads("actor"):
+        raise UserError(f'{target}: its actor has head="value", which scores completions and makes none')
     if experiment:
         other = load_experiment(str(experiment))
         validate(other)
