@@ -10,6 +10,7 @@ from rljax.assess.advantages import GAE, GroupRelative, Returns
 from rljax.assess.models import ModelReward, StepReward
 from rljax.assess.rewards import Completion
 from rljax.data.problems import Addition, Problem
+from rljax.data.rows import take
 from rljax.data.tokenizer import Characters
 from rljax.model.decoder import Decoder
 from rljax.model.forward import Outputs
@@ -55,8 +56,8 @@ def run(objective: Objective, rewards=(given,), **roles) -> Run:
     )  # fmt: skip
 
 
-def of(a_run: Run, beta: float = 0.0, greedy=None):
-    says = lambda name, kind: lambda params, rows: Outputs(**NOTHING | {kind: NUMBERS[name]})
+def of(a_run: Run, beta: float = 0.0, best=None):
+    says = lambda name, kind: lambda params, rows: Outputs(**NOTHING | {kind: NUMBERS[name][: len(rows.uid)]})
     actor = SimpleNamespace(score=lambda state, rows: Outputs(NUMBERS["prox"], None, NUMBERS["values"]))
     critic = SimpleNamespace(score=says("values", "scores"))
     frozen = {
@@ -68,7 +69,7 @@ def of(a_run: Run, beta: float = 0.0, greedy=None):
     scores = np.stack([np.full(B, np.nan, np.float32) if hasattr(r, "role") else REWARDS for r in a_run.rewards], 1)
     answers = [Completion("", (), True)] * B
     found = Answered(rollout(), [Problem("", "")] * B, answers, scores)
-    return assess(a_run, stages, states, {name: None for name in a_run.roles if name in frozen}, found, greedy)
+    return assess(a_run, stages, states, {name: None for name in a_run.roles if name in frozen}, found, best)
 
 
 def test_kl_in_the_reward_is_k1_of_the_sampler_and_moves_with_its_coefficient():
@@ -135,3 +136,15 @@ def test_rewards_of_steps_are_paid_where_steps_end_and_not_once_more():
 def test_right_completions_are_told_by_the_first_reward():
     batch, _ = of(run(Objective(Clip(), GroupRelative())))
     assert np.array_equal(batch.target > 0, batch.rollout.mask & (REWARDS > 0)[:, None])
+
+
+def test_a_greedy_completion_is_rewarded_by_models_too():
+    """Rows 0 and 2 stand for the greedy completions; the model scores the rows it is given as it did the first ones."""
+    r, rows = rollout(), [0, 2]
+    best = Answered(take(r, rows), [Problem("", "")] * 2, [Completion("", (), True)] * 2, np.full((2, 1), np.nan))
+    objective = Objective(Clip(), Returns(baseline="greedy", whiten=False))
+    batch, _ = of(run(objective, (ModelReward(),), reward=Role(LM, Fresh())), best=best)
+    reward = NUMBERS["reward"][np.arange(B), SIZE - 1]
+    baseline = np.repeat([NUMBERS["reward"][i, SIZE[row] - 1] for i, row in enumerate(rows)], 2)
+    expected = (reward - baseline)[:, None] * batch.rollout.mask
+    np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)

@@ -299,13 +299,15 @@ def test_the_baseline_is_the_greedy_completion_of_the_prompt(done):
     run, on, where = done("greedy baseline")
     state = on.actor.adopt(first(run, on, where, "actor"), [0, 0, 0])
     params = on.publish(state.params)[0]
-    found, greedy, _ = collect(run, on, params, 1, Clock(lambda stage: None))
+    found, best, _ = collect(run, on, params, 1, Clock(lambda stage: None))
     prompts = problems_of(run, on, 1)
-    best = real(on.complete(params, prompts, 0, 1, 0, replace(run.sampling, temperature=0.0), 1))
-    alone = dict(zip(best.uid.tolist(), answered(run, prompts, best).scores.sum(1), strict=True))
-    assert greedy.tolist() == [alone[uid] for uid in found.rollout.uid.tolist()] and len({*greedy.tolist()}) > 1
+    again = real(on.complete(params, prompts, 0, 1, 0, replace(run.sampling, temperature=0.0), 1))
+    assert trial.identical(best.rollout.tokens, again.tokens)
+    alone = dict(zip(again.uid.tolist(), answered(run, prompts, again).scores.sum(1), strict=True))
+    greedy = np.array([alone[uid] for uid in found.rollout.uid.tolist()])
+    assert len({*greedy.tolist()}) > 1
     frozen = {"reference": on.frozen["reference"].freeze(state.params)}
-    assessed, _ = assess(run, on, {"actor": state}, frozen, found, greedy)
+    assessed, _ = assess(run, on, {"actor": state}, frozen, found, best)
     expected = (found.scores.sum(1) - greedy)[:, None] * found.rollout.mask
     np.testing.assert_allclose(assessed.advantages, expected, atol=1e-6)
 

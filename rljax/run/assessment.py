@@ -1,5 +1,6 @@
 """What a step's completions are worth: rewards, log-probabilities and values of other roles, advantages of them all."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -52,20 +53,19 @@ def read(run: Run, prompts: Prompts, rollout: Rollout) -> tuple[list[Problem], l
 
 
 def assess(
-    run: Run, stages: Stages, states: dict[str, TrainState], frozen: dict, a: Answered, greedy: np.ndarray | None
+    run: Run, stages: Stages, states: dict[str, TrainState], frozen: dict, a: Answered, best: Answered | None
 ) -> tuple[Assessed, dict]:
-    """Everything that an update reads besides the rollout, and metrics of it. `greedy` is a reward for each row."""
+    """What an update reads besides the rollout, and metrics of it. `best` are the prompts' greedy completions."""
     objective, rollout, mask = run.objective, a.rollout, a.rollout.mask
     judged = {role: stages.frozen[role].score(params, rollout) for role, params in frozen.items()}
     logp_of = lambda role: judged[role].logp if role in judged else None
-    columns, token_rewards, outcome = a.scores.copy(), np.zeros(mask.shape), np.ones(len(run.rewards), bool)
-    for r, reward in enumerate(run.rewards):
-        if of_model(reward):
-            columns[:, r], each = reward(judged[reward.role].scores, rollout)
-            if each is not None:
-                outcome[r], token_rewards = False, token_rewards + each
-    rewards = total(columns[:, outcome]) if outcome.any() else np.zeros(len(mask))
+    columns, rewards, token_rewards = rewarded(run, a, lambda role: judged[role].scores)
     metrics = measured(run, rollout, rewards, columns)
+    greedy = None
+    if best is not None:
+        _, whole, parts = rewarded(run, best, lambda role: stages.frozen[role].score(frozen[role], best.rollout).scores)
+        by_uid = dict(zip(best.rollout.uid.tolist(), (whole + parts.sum(1)).tolist(), strict=True))
+        greedy = np.array([by_uid[uid] for uid in rollout.uid.tolist()])
 
     proximal = stages.actor.score(states["actor"], rollout).logp if objective.proximal else None
     if objective.kl_in_reward:
@@ -93,8 +93,22 @@ def assess(
     return Assessed(
         rollout, columns, single(advantages), single(logp_of("reference")),
         single(token_rewards) if token_rewards.any() else None, single(values), single(returns),
-        prox_logp=single(proximal), target=single(spread(a.scores[:, 0] > 0, mask)) if a.scores.shape[1] else None,
+        prox_logp=single(proximal), target=single(spread(columns[:, 0] > 0, mask)) if run.rewards else None,
     ), metrics  # fmt: skip
+
+
+def rewarded(run: Run, a: Answered, scores_of: Callable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(every reward [B R], the sum [B] of those of whole completions, the sum [B T] of those of tokens).
+
+    `scores_of` says what a role scores the tokens. A reward of tokens is in the first only to be reported.
+    """
+    columns, tokens, whole = a.scores.copy(), np.zeros(a.rollout.mask.shape), np.ones(len(run.rewards), bool)
+    for r, reward in enumerate(run.rewards):
+        if of_model(reward):
+            columns[:, r], each = reward(scores_of(reward.role), a.rollout)
+            if each is not None:
+                whole[r], tokens = False, tokens + each
+    return columns, total(columns[:, whole]) if whole.any() else np.zeros(len(tokens)), tokens
 
 
 def measured(run: Run, rollout: Rollout, rewards: np.ndarray, columns: np.ndarray) -> dict[str, float]:

@@ -48,10 +48,10 @@ def synchronous(run: Run, stages: Stages, states: dict, frozen: dict, first: int
         with clock("reshard"):
             params, moved = stages.publish(states["actor"].params)
             jax.block_until_ready(params)
-        found, greedy, metrics = collect(run, stages, params, step, clock)
+        found, best, metrics = collect(run, stages, params, step, clock)
         del params
         with clock("assess"):
-            assessed, seen = assess(run, stages, states, frozen, found, greedy)
+            assessed, seen = assess(run, stages, states, frozen, found, best)
             assessed = fit(assessed, run.prompts * run.n)  # one shape, whatever prompts were dropped
         with clock("train"):
             states, trained = train(run, stages, states, assessed, step)
@@ -69,12 +69,12 @@ def synchronous(run: Run, stages: Stages, states: dict, frozen: dict, first: int
         yield states, metrics, samples_of(run, found, assessed)
 
 
-def collect(run: Run, stages: Stages, params, step: int, clock) -> tuple[Answered, np.ndarray | None, dict]:
-    """Verified completions of `run.prompts` prompts, the greedy one's reward for each where it is needed, and metrics.
+def collect(run: Run, stages: Stages, params, step: int, clock) -> tuple[Answered, Answered | None, dict]:
+    """Verified completions of `run.prompts` prompts, the greedy one of each where it is needed, and metrics.
 
     With `run.resample`, prompts whose completions are all right or all wrong are replaced, round by round.
     """
-    rounds, kept, greedies, dropped, done = run.resample.rounds if run.resample else 1, [], [], 0, 0
+    rounds, kept, greedy, dropped, done = run.resample.rounds if run.resample else 1, [], [], 0, 0
     version = (step - 1) * run.minibatches * run.epochs
     for round in range(rounds):
         prompts = problems_of(run, stages, step, round)
@@ -85,11 +85,10 @@ def collect(run: Run, stages: Stages, params, step: int, clock) -> tuple[Answere
             found = answered(run, prompts, rollout)
         if getattr(run.objective.advantage, "needs_greedy", False):
             with clock("generate"):
-                best = replace(run.sampling, temperature=0.0)
-                best = real(stages.complete(params, prompts, run.seed, step, version, best, 1))
+                sampling = replace(run.sampling, temperature=0.0)
+                best = real(stages.complete(params, prompts, run.seed, step, version, sampling, 1))
             with clock("assess"):
-                of = dict(zip(best.uid.tolist(), np.nansum(answered(run, prompts, best).scores, 1)))
-                greedies.append(np.array([of[uid] for uid in rollout.uid.tolist()]))
+                greedy.append((answered(run, prompts, best), np.arange(len(best.uid))))
         rows = np.arange(len(rollout.uid))
         if run.resample:
             rows = rows[varied(found.scores[:, 0] > 0, rollout.uid)]
@@ -104,9 +103,8 @@ def collect(run: Run, stages: Stages, params, step: int, clock) -> tuple[Answere
         )
     found = joined(kept)
     keep = np.isin(found.rollout.uid, np.unique(found.rollout.uid)[: run.prompts])  # uids count up, round by round
-    greedy = np.concatenate([g[rows] for g, (_, rows) in zip(greedies, kept)])[keep] if greedies else None
     metrics = {"prompts/dropped": dropped} | ({"rounds": len(kept)} if run.resample else {})
-    return chosen(found, np.flatnonzero(keep)), greedy, metrics
+    return chosen(found, np.flatnonzero(keep)), joined(greedy) if greedy else None, metrics
 
 
 def joined(parts: list[tuple[Answered, np.ndarray]]) -> Answered:
