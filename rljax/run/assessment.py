@@ -10,6 +10,7 @@ from rljax.assess.returns import explained_variance
 from rljax.assess.rewards import Completion, score, total
 from rljax.data.problems import Problem
 from rljax.data.rows import Prompts
+from rljax.model.forward import Outputs
 from rljax.run.run import Run
 from rljax.run.stages import Stages
 from rljax.types import STOP, Assessed, Rollout, TrainState
@@ -67,15 +68,16 @@ def assess(
         by_uid = dict(zip(best.rollout.uid.tolist(), (whole + parts.sum(1)).tolist(), strict=True))
         greedy = np.array([by_uid[uid] for uid in rollout.uid.tolist()])
 
-    proximal = stages.actor.score(states["actor"], rollout).logp if objective.proximal else None
+    own = own_outputs(run, stages, states, rollout)
+    proximal = own.logp if objective.proximal else None
     if objective.kl_in_reward:
         beta = float(states["actor"].kl) if objective.adaptive else objective.kl_in_reward
         now = rollout.logp if proximal is None else proximal
         token_rewards = token_rewards + kl_rewards(now, logp_of("reference"), mask, beta)
     values = bootstrap = None
     if objective.critic:
-        player = "critic" if run.critic else "actor"
-        after = stages.trained[player].score(states[player], rollout).scores  # of the state after each token
+        judge = stages.trained["critic"].score(states["critic"], rollout) if run.critic else own
+        after = judge.scores  # of the state after each token
         values = np.pad(after[:, :-1], ((0, 0), (1, 0)))
         bootstrap = after[np.arange(len(after)), np.maximum(rollout.length - 1, 0)]
     experience = Experience(
@@ -95,6 +97,14 @@ def assess(
         single(token_rewards) if token_rewards.any() else None, single(values), single(returns),
         prox_logp=single(proximal), target=single(spread(columns[:, 0] > 0, mask)) if run.rewards else None,
     ), metrics  # fmt: skip
+
+
+def own_outputs(run: Run, stages: Stages, states: dict[str, TrainState], rollout: Rollout) -> Outputs | None:
+    """The actor's, in one forward pass for all that is asked: its vocabulary is skipped if only values are."""
+    if not run.objective.proximal and not run.shared:
+        return None
+    asked = rollout if run.objective.proximal else rollout.replace(mask=np.zeros_like(rollout.mask))
+    return stages.actor.score(states["actor"], asked)
 
 
 def rewarded(run: Run, a: Answered, scores_of: Callable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
