@@ -21,10 +21,23 @@ if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 import tiny  # noqa: E402
-from trial import folder, here  # noqa: E402, F401
+from trial import BUILT, folder, here  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session", params=tiny.DENSE)
 def model(request) -> str:
     """Name of a tiny dense model: each law holds for both."""
     return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(request):
+    """Forgets what a module compiled: a program of XLA:CPU has hundreds of memory maps, and where a process has more
+    than Linux allows it (65530), XLA crashes."""
+    yield
+    for module in (request.module, tiny):
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    BUILT.clear()
+    jax.clear_caches()
