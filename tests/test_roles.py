@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tiny
 import trial
 from trial import built, measured, mesh, rows, saved
 
@@ -130,7 +131,7 @@ def steps(where: Path, phase: str = "train") -> list[dict]:
 
 
 @pytest.mark.pitfall("T-87")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", tiny.ordinary(RUNS, "normalized critic", "step rewards", "steps"))
 def test_a_run_resumed_equals_the_run_uninterrupted(done, folder, name):
     """All of its states, whatever roles it trains, and whatever its frozen roles started from."""
     run, on, whole = done(name)
@@ -157,7 +158,7 @@ def test_a_kept_reference_says_what_a_live_one_does(done, folder, name, monkeypa
     assert len(asked) == 2 * again  # two steps, no more
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", tiny.ordinary(PACKED, "grpo", "shared critic", "KTO", "iterated DPO"))
 def test_packed_rows_train_what_rows_of_their_own_do(done, folder, name):
     run, on, whole = done(name)
     where = folder / f"{whole.name}_packed"
