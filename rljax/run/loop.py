@@ -13,7 +13,6 @@ import jax
 
 from rljax.errors import Interrupted, RunFailed
 from rljax.mesh.file import MeshFile
-from rljax.model.table import graft
 from rljax.run import report
 from rljax.run.checkpoint import Saver, parameters
 from rljax.run.directory import run_directory, write_json
@@ -113,7 +112,7 @@ def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict
     for role, judge in stages.frozen.items():
         start = run.roles[role].start
         if start is None:
-            frozen[role] = judge.freeze(graft(judge.lm.table, stages.actor.lm.table, states["actor"].params))
+            frozen[role] = stages.copied(role, states)
         elif isinstance(start, Fresh):
             frozen[role] = judge.begin(run.seed)
         else:

@@ -7,7 +7,7 @@ import numpy as np
 
 from rljax.data import examples
 from rljax.data.problems import Problem
-from rljax.data.rows import fit, take
+from rljax.data.rows import fit
 from rljax.errors import RunFailed
 from rljax.run.run import Run
 from rljax.run.stages import Stages
@@ -22,12 +22,12 @@ class Kept:
 
     def __call__(self, rollout: Rollout) -> np.ndarray:
         out = np.zeros(rollout.mask.shape, np.float32)
+        names = keys(rollout)
         for row in np.flatnonzero(rollout.mask.any(1)):
-            key = keys(take(rollout, slice(row, row + 1)))[0]
-            if key not in self.rows:
+            if names[row] not in self.rows:
                 raise RunFailed("keep_reference=true, but an example came up that the reference has not scored: it is "
                                 "for supervised runs, whose tasks tell a step's examples beforehand")  # fmt: skip
-            out[row, : rollout.length[row]] = self.rows[key]
+            out[row, : rollout.length[row]] = self.rows[names[row]]
         return out
 
     def add(self, rollout: Rollout, score: Callable) -> None:
@@ -65,7 +65,13 @@ def rollouts(run: Run, problems: list[Problem]) -> Iterator[Rollout]:
         columns = run.max_prompt + run.max_new
         yield examples.rows_of(problems, run.tokenizer, columns, run.separator).rollout
         if run.needs_baseline:
-            yield fit(examples.mismatched(problems, run.tokenizer, columns).rollout, len(problems))
+            yield mismatched(run, problems)
+
+
+def mismatched(run: Run, problems: list[Problem]) -> Rollout:
+    """As many rows as there are problems, so that the shape is always the same."""
+    columns = run.max_prompt + run.max_new
+    return fit(examples.mismatched(problems, run.tokenizer, columns).rollout, len(problems))
 
 
 def referred(run: Run, stages: Stages, states: dict[str, TrainState], frozen: dict, problems, batch: Assessed):
@@ -75,8 +81,8 @@ def referred(run: Run, stages: Stages, states: dict[str, TrainState], frozen: di
     refer = live(stages, frozen)
     batch = batch.replace(ref_logp=refer(batch.rollout))
     if run.needs_baseline:
-        *_, other = rollouts(run, problems)
-        batch = batch.replace(target=np.full(batch.rollout.mask.shape, baseline(stages, states, refer, other)))
+        gap = baseline(stages, states, refer, mismatched(run, problems))
+        batch = batch.replace(target=np.full(batch.rollout.mask.shape, gap))
     return batch
 
 

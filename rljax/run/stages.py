@@ -39,9 +39,13 @@ class Stages(NamedTuple):
     def fresh(self, seed: int) -> tuple[dict[str, TrainState], dict]:
         """Fresh states of the trained roles and parameters of the frozen ones: a reference's are the actor's."""
         states = {role: player.begin(seed) for role, player in self.trained.items()}
-        of_actor = lambda judge: judge.freeze(graft(judge.lm.table, self.actor.lm.table, states["actor"].params))
-        of = lambda role, judge: of_actor(judge) if role == "reference" else judge.begin(seed)
+        of = lambda role, judge: self.copied(role, states) if role == "reference" else judge.begin(seed)
         return states, {role: of(role, judge) for role, judge in self.frozen.items()}
+
+    def copied(self, role: str, states: dict[str, TrainState]):
+        """Parameters of a frozen role that are the actor's now."""
+        judge = self.frozen[role]
+        return judge.freeze(graft(judge.lm.table, self.actor.lm.table, states["actor"].params))
 
     def compiles(self) -> dict[str, int]:
         """Programs compiled so far, by stage: one for each shape that the stage has met."""

@@ -40,7 +40,7 @@ def combine(seen: list[dict]) -> dict[str, float]:
     out = {}
     for name, first in seen[0].items():
         values = [metrics[name] for metrics in seen]
-        if hasattr(first, "value") and isinstance(first, tuple):
+        if isinstance(first, Mean | Correlation):
             out[name] = type(first)(*np.sum(np.asarray(values, np.float64), 0)).value()
         elif name == "tokens":
             out[name] = float(tokens.sum())
