@@ -19,7 +19,8 @@ from rljax.assess.advantages import (
 from rljax.assess.experience import Experience, kl_rewards
 from rljax.assess.groups import varied
 from rljax.assess.returns import explained_variance, whiten
-from rljax.assess.rewards import Completion, Overlong, total
+from rljax.assess.rewards import Completion, ExactMatch, Overlong, score, total
+from rljax.data.problems import Problem
 
 ONE_RIGHT = np.array([1.0, 0, 0, 0])
 OBSERVED = np.array([[1, 0, 1, 0]], bool)  # an observation at 1, padding at 3
@@ -254,8 +255,8 @@ def test_truncated_rows_go_on_with_the_critic():
     close(on(e)[0], [0.456725, 0.3755, 0.29, 0.2], 1e-9)
     assert np.array_equal(on(e)[1], off(e)[1])  # ended by itself
     assert off(e)[0, -1] == -0.4  # the switch is off: 0 after the last token
-    for score in (5.0, np.nan):  # what an unfinished completion would have scored is unknown
-        assert np.array_equal(on(e._replace(rewards=np.array([score, 0.0]))), on(e))
+    for unknown in (5.0, np.nan):  # what an unfinished completion would have scored
+        assert np.array_equal(on(e._replace(rewards=np.array([unknown, 0.0]))), on(e))
 
 
 def test_lambda_grows_with_length():
@@ -527,6 +528,15 @@ def test_overlong(n, golden):
     assert Overlong(20480, 4096)(None, said(n)) == golden
     assert Overlong(20480, 4096, factor=0.5)(None, said(n)) == golden / 2
     assert -1 <= Overlong(20480, 4096)(None, said(n)) <= 0
+
+
+@pytest.mark.pitfall("T-47")
+def test_a_penalty_is_added_to_the_reward_and_replaces_none():
+    """Whether the answer is right or wrong, and whether the completion ended by itself."""
+    cases = [("2", 4, True), ("2", 6, True), ("3", 6, True), ("3", 9, True), ("2", 8, False)]
+    completions = [Completion(text, tuple(range(n)), stopped) for text, n, stopped in cases]
+    scores = score([ExactMatch(), Overlong(8, 4)], [Problem("1+1=", "2")] * len(cases), completions)
+    assert total(scores).tolist() == [1 + 0, 1 - 0.5, 0 - 0.5, 0 - 1, 0 - 1]
 
 
 @pytest.mark.pitfall("T-38")

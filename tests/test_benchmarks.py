@@ -153,6 +153,39 @@ def test_controls(experiment, tmp_path):
     assert run("controls", *words) == outcome  # what is done is kept
 
 
+@pytest.mark.slow
+def test_algorithms(experiment, tmp_path):
+    names = ["grpo", "remax", "ppo, shared critic", "shuffled"]
+    out = tmp_path / "out"
+    words = (experiment, "--out", str(out), "--only", *names, "--seeds", "0", "--steps", "2")
+    outcome = run("algorithms", *words)
+    assert outcome["algorithms"] == names and list(outcome["seeds"]) == ["0"]
+    curves = outcome["seeds"]["0"]
+    assert list(curves) == names
+    for curve in curves.values():
+        assert [step for step, *_ in curve["sampled"]] == [step for step, *_ in curve["greedy"]] == [0, 1, 2]
+        tokens = [tokens for _, tokens, _ in curve["sampled"]]
+        assert tokens[0] == 0 and all(0 < b - a <= 16 * 12 for a, b in zip(tokens, tokens[1:]))  # rows, max_new
+    assert len({curve["sampled"][0][2] for curve in curves.values()}) == 1  # one warm-up
+    assert {path.name for path in out.iterdir()} == {"seed-0", "algorithms.json", "algorithms.md", "algorithms.png"}
+    folders = {"warmup", "grpo", "remax", "ppo-shared-critic", "shuffled"}
+    assert {path.name for path in (out / "seed-0").iterdir()} == folders
+    assert json.loads((out / "algorithms.json").read_text()) == outcome
+    head, _, *rows = [line.strip("| ").split(" | ") for line in (out / "algorithms.md").read_text().splitlines()]
+    assert head == ["algorithm", "sampled before", "sampled after", "greedy before", "greedy after", "tokens, k"]
+    for name, before, after, *_, tokens in rows:
+        first, *_, last = curves[name]["sampled"]
+        assert before == f"{first[2]:.3f}" and after == f"{last[2]:.3f} ({last[2]:.2f}-{last[2]:.2f})"
+        assert tokens == f"{last[1] / 1e3:.0f}"
+    ends = [curves[name]["sampled"][-1][2] for name, *_ in rows]
+    assert sorted(name for name, *_ in rows) == sorted(names) and ends == sorted(ends, reverse=True)
+    assert (out / "algorithms.png").read_bytes().startswith(b"\x89PNG")
+    taken = {path: path.read_bytes() for path in out.glob("*/*/metrics.jsonl")}
+    assert len(taken) == 5
+    assert run("algorithms", *words) == outcome  # what is done is kept
+    assert {path: path.read_bytes() for path in taken} == taken  # the times of its steps too: none was taken again
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -164,6 +197,7 @@ def test_controls(experiment, tmp_path):
         (("sharding", "--topology", "v5f:2x4"), "chip 'v5f' is not known: did you mean 'v5p'"),
         (("cpu", "--only", "matmull"), "did you mean 'matmul'"),
         (("controls",), "--out"),
+        (("algorithms", "--out", "x", "--only", "grpo", "ramax"), "--only ramax: no such algorithm; did you mean"),
         (("controls", "--out", "x", 'roles.actor.start={"$": "rljax.run.run:Fresh"}'), "start from a warm-up"),
     ],
 )

@@ -13,7 +13,7 @@ import optax
 import pytest
 import tiny
 from test_layouts import agree
-from tiny import ADAMW, CONTEXT, FSDP_TENSOR, MODELS, ONE, TIME, remember, same
+from tiny import ADAMW, CONTEXT, FSDP_TENSOR, MODELS, ONE, ROWS, TIME, remember, same
 
 from rljax.assess.advantages import GroupRelative
 from rljax.mesh import Layout, Strategy
@@ -129,6 +129,16 @@ def test_every_term_counts():
             extra=tuple(term for term in EVERYTHING.extra if term not in part),
         )
         assert tiny.distance(step("plain", ONE, fewer)(batch("plain")).grads, reference.grads) > 1e-3
+
+
+@pytest.mark.pitfall("T-04")
+@pytest.mark.parametrize("algorithm, heads", [("sft", ("tokens",)), ("reward_model", ("value",))])
+def test_supervision_is_free_of_accumulation(algorithm, heads):
+    """All rows at once on one device, or one at a time on each of four."""
+    objective = getattr(algorithms, algorithm)()
+    one = step("plain", ONE, objective, heads)(batch("plain"))
+    assert one.metrics["grad_norm"] > 0.01
+    agree(step("plain", Layout(data=2, fsdp=2), objective, heads, microbatches=ROWS // 4)(batch("plain")), one)
 
 
 @pytest.mark.slow

@@ -14,8 +14,10 @@ from trial import built, measured, mesh, rows, saved
 
 from rljax.config import load_experiment
 from rljax.data.rows import real
+from rljax.generate.sampling import Sampling
 from rljax.run import checkpoint
 from rljax.run.assessment import answered, assess
+from rljax.run.reference import Kept, identity
 from rljax.run.schedules import Clock, collect, problems_of
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -145,17 +147,102 @@ def test_a_run_resumed_equals_the_run_uninterrupted(done, folder, name):
     assert {path.name for path in (where / "checkpoints" / "2").iterdir()} >= {*now}
 
 
+@pytest.fixture
+def asked(done, monkeypatch):
+    """name -> the rollouts that the reference of that run has been asked to score since."""
+
+    def of(name: str) -> list:
+        seen, live = [], done(name)[1].frozen["reference"]
+        spy = live._replace(score=lambda params, rollout: seen.append(rollout) or live.score(params, rollout))
+        monkeypatch.setitem(done(name)[1].frozen, "reference", spy)
+        return seen
+
+    return of
+
+
+KEEP, KEPT = "keep_reference=True", "reference.logp"
+
+
+def cut(where: Path, to: Path) -> Path:
+    """A copy of a run that had taken one step."""
+    shutil.copytree(where, to)
+    shutil.rmtree(to / "checkpoints" / "2")
+    return to
+
+
+@pytest.mark.pitfall("T-87")
 @pytest.mark.parametrize("name", ["KTO", "DPO"])
-def test_a_kept_reference_says_what_a_live_one_does(done, folder, name, monkeypatch):
+def test_a_kept_reference_says_what_a_live_one_does(done, folder, name, asked):
     run, on, whole = done(name)
-    asked, live = [], on.frozen["reference"]
-    spy = live._replace(score=lambda params, rollout: asked.append(rollout) or live.score(params, rollout))
-    monkeypatch.setitem(on.frozen, "reference", spy)
-    where = folder / f"{whole.name}_kept"
-    assert train(where, file(name, "keep_reference=True")) == 0
+    scored, where = asked(name), folder / f"{whole.name}_kept"
+    assert train(where, file(name, KEEP)) == 0
     assert steps(where) == steps(whole)
     again = 1 if name == "DPO" else 2  # what z0 is measured on besides
-    assert len(asked) == 2 * again  # two steps, no more
+    assert len(scored) == 2 * again  # two steps, no more
+    kept = Kept(where / KEPT, identity(run, on, first(run, on, whole, "reference")))
+    assert isinstance(kept.values, np.memmap) and len(kept.values) == sum(kept.index["size"]) > 0
+    held = (where / KEPT).read_bytes()
+    later = cut(where, folder / f"{whole.name}_kept_resumed")
+    assert train(later, file(name, KEEP), "--resume") == 0
+    assert len(scored) == 2 * again and (later / KEPT).read_bytes() == held  # all of it was there
+    assert measured(later) == measured(where) and trial.identical(states(on, later, 2), states(on, whole, 2))
+    assert train(later, file(name, KEEP), "--resume", "steps=3") == 0
+    assert len(scored) == 3 * again - 1  # twelve examples are two steps: the third has new rows only for z0
+    assert ((later / KEPT).read_bytes() == held) == (name == "DPO")
+    live = shutil.copytree(whole, folder / f"{whole.name}_longer")
+    assert train(live, file(name), "--resume", "steps=3") == 0
+    assert measured(later) == measured(live)
+
+
+@pytest.mark.parametrize("how", ["empty", "torn", "damaged", "another's"])
+def test_a_kept_reference_that_is_not_whole_or_of_another_is_scored_anew(done, folder, how, asked):
+    run, on, whole = done("DPO")
+    kept = folder / "DPO_to_spoil"
+    if not kept.exists():
+        assert train(kept, file("DPO", KEEP)) == 0
+    where = cut(kept, folder / f"DPO_{how}")
+    held = (where / KEPT).read_bytes()
+    if how == "another's":
+        assert train(folder / "DPO_of_another", file("DPO", KEEP), f"roles.reference.start={whole}") == 0
+        shutil.copyfile(folder / "DPO_of_another" / KEPT, where / KEPT)
+        assert len((where / KEPT).read_bytes()) == len(held) and (where / KEPT).read_bytes() != held
+    else:
+        middle = len(held) // 2
+        spoiled = {"empty": b"", "torn": held[:middle], "damaged": held[:middle] + b"\x7f" + held[middle + 1 :]}
+        (where / KEPT).write_bytes(spoiled[how])
+    scored = asked("DPO")
+    assert train(where, file("DPO", KEEP), "--resume") == 0
+    assert len(scored) == 1  # the step that was left
+    assert measured(where) == measured(kept) and trial.identical(states(on, where, 2), states(on, kept, 2))
+    shutil.rmtree(where / "checkpoints" / "2")
+    assert train(where, file("DPO", KEEP), "--resume") == 0 and len(scored) == 1
+    assert not [path for path in where.iterdir() if path.name.endswith(".partial")]
+
+
+def test_a_disk_too_full_to_keep_a_reference_says_so(done, folder, capsys):
+    where = folder / "DPO_on_a_full_disk"
+    assert train(where, file("DPO", KEEP), "steps=1") == 0
+    held = (where / KEPT).read_bytes()
+    (where / f".{KEPT}.partial").symlink_to("/dev/full")
+    assert train(where, file("DPO", KEEP), "--resume") == 2
+    assert f"No space left on device: '{where / KEPT}'" in capsys.readouterr().err
+    assert (where / KEPT).read_bytes() == held and not (where / f".{KEPT}.partial").is_symlink()
+
+
+def test_a_reference_is_known_by_its_model_and_weights_on_any_mesh(done, folder):
+    run, on, where = done("DPO")
+    params = first(run, on, where, "actor")
+    eight = built(run, mesh(folder, "eight"))
+    mine = identity(run, on, on.frozen["reference"].freeze(params))
+    assert mine == identity(run, eight, eight.frozen["reference"].freeze(params))
+    table = np.array(params.embed)
+    negated, swapped = np.where(np.arange(16) < 2, -table, table), table[[1, 0, *range(2, 16)]]
+    others = [params.replace(embed=jax.device_put(w, params.embed.sharding)) for w in (negated, swapped)]
+    role = replace(run.roles["reference"], lm=replace(run.roles["reference"].lm, norm_eps=1e-3))
+    told = [identity(run, on, other) for other in others]
+    told.append(identity(replace(run, roles=run.roles | {"reference": role}), on, params))
+    told.append(identity(replace(run, sampling=Sampling(temperature=0.5)), on, params))
+    assert len({mine, *told}) == 5
 
 
 @pytest.mark.parametrize("name", tiny.ordinary(PACKED, "grpo", "shared critic", "KTO", "iterated DPO"))

@@ -461,6 +461,23 @@ def test_twenty_steps_compile_once_and_train_each_completion_once_an_epoch(folde
     assert on.compiles() == {name: int(name in once) for name in ("reshard", "adopt/actor", "score/actor", *once)}
 
 
+@pytest.mark.pitfall("T-24")
+def test_what_was_sampled_is_what_is_trained_byte_for_byte(step):
+    run, on, state, _ = step
+    sampled, trained = [], []
+    complete = lambda *args: sampled.append(on.complete(*args)) or sampled[-1]
+    update = lambda state, batch: trained.append(batch.rollout) or on.actor.update(state, batch)
+    watched = on._replace(complete=complete, trained={"actor": on.actor._replace(update=update)})
+    frozen = {"reference": on.frozen["reference"].freeze(state.params)}
+    next(run.schedule(run, watched, {"actor": fresh(state)}, frozen, 3, lambda stage: None))
+    (given,), (taken,) = sampled, trained
+    assert trial.identical(given.replace(tokens=given.tokens), taken)
+    said = [ids[begin:end] for ids, begin, end in zip(taken.tokens.ids, taken.prompt_length, taken.length, strict=True)]
+    assert all(mask.sum() == len(ids) for mask, ids in zip(taken.mask, said, strict=True))
+    # what their text would not have said: that they stopped, and the id that pads, sampled
+    assert {ids[-1] == 1 for ids in said} == {True, False} and any(0 in ids for ids in said)
+
+
 @pytest.mark.pitfall("T-111")
 def test_a_run_compiles_each_function_once_a_shape(step):
     run, on, state, _ = step  # after a whole run, resumed or not

@@ -8,7 +8,7 @@ Parquet, the row, from 1 on), the field, and what is there.
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -49,12 +49,18 @@ class Record(NamedTuple):
         return "" if value is None else str(value)
 
 
+@dataclass(frozen=True)
 class Examples:
-    """What the tasks below share: fields `path` and `held_out_path`, and `record`, which makes an example of a record.
+    """What the tasks below share; each adds `record`, which makes an example of a record.
 
     Each epoch has every example once, permuted by (seed, epoch). Held-out examples are those of `held_out_path`, or
     without it the share that the prompt's hash selects.
     """
+
+    path: str
+    prompt: str = "prompt"
+    answer: str = field(default="answer", kw_only=True)
+    held_out_path: str | None = field(default=None, kw_only=True)
 
     def batch(self, count: int, seed: int, step: int, held_out: bool = False) -> list[Problem]:
         found = self.read(held_out)
@@ -78,11 +84,7 @@ class Examples:
 class Problems(Examples):
     """Problems, with the answer that verifiers look for; a `solution` to imitate may be absent."""
 
-    path: str
-    prompt: str = "prompt"
-    answer: str = "answer"
     solution: str = "solution"
-    held_out_path: str | None = None
 
     def record(self, r: Record) -> Problem:
         answer = r.get("answer", lambda x: isinstance(x, str | int | float), "text or a number")
@@ -93,14 +95,10 @@ class Problems(Examples):
 class Pairs(Examples):
     """A better and a worse completion of a prompt; where named, by what `margin`, and after which right `steps`."""
 
-    path: str
-    prompt: str = "prompt"
     chosen: str = "chosen"
     rejected: str = "rejected"
     margin: str | None = None
     steps: str | None = None
-    answer: str = "answer"
-    held_out_path: str | None = None
 
     def record(self, r: Record) -> Pair:
         fits = lambda x: x is None or number(x)
@@ -119,12 +117,8 @@ class Pairs(Examples):
 class Labelled(Examples):
     """A completion and whether it is desirable: true or false, 1 or 0."""
 
-    path: str
-    prompt: str = "prompt"
     completion: str = "completion"
     label: str = "label"
-    answer: str = "answer"
-    held_out_path: str | None = None
 
     def record(self, r: Record) -> Judged:
         label = r.get("label", lambda x: isinstance(x, bool) or number(x) and x in (0, 1), "true or false")
@@ -135,12 +129,8 @@ class Labelled(Examples):
 class Steps(Examples):
     """The steps of a solution, each with a label: true or false, or how right it is from 0 to 1."""
 
-    path: str
-    prompt: str = "prompt"
     steps: str = "steps"
     labels: str = "labels"
-    answer: str = "answer"
-    held_out_path: str | None = None
 
     def record(self, r: Record) -> Solution:
         steps = r.get("steps", lambda x: texts(x) and x, "a list of texts that is not empty")
@@ -156,12 +146,8 @@ class Supervised(Examples):
     list of {"role", "content"}. The prompt of such a list is what precedes the assistant's first turn.
     """
 
-    path: str
-    prompt: str = "prompt"
     completion: str = "completion"
     messages: str | None = None
-    answer: str = "answer"
-    held_out_path: str | None = None
 
     def record(self, r: Record) -> Conversation:
         if self.messages is None:

@@ -162,7 +162,7 @@ def keep_reference(phase: Phase, stages: Stages, frozen: dict) -> None:
     """Where the run says so."""
     run = phase.run
     if run.keep_reference and "reference" in frozen:
-        keep(run, stages, frozen, (phase.latest or 0) + 1, [] if verifiers_of(run) else held_out(run))
+        keep(run, stages, frozen, phase.where, (phase.latest or 0) + 1, [] if verifiers_of(run) else held_out(run))
 
 
 def resumed(phase: Phase, stages: Stages, states: dict[str, TrainState]) -> tuple[dict, int, bool, dict]:

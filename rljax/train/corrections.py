@@ -37,7 +37,7 @@ def _held(gap):
     return jnp.clip(gap, -LOG_RATIO, LOG_RATIO)
 
 
-def _check(low: float, high: float, level: str, product: bool):
+def _check(low: float, high: float, level: str = "sequence", product: bool = False):
     if not 0 <= low < high:
         raise ValueError(f"low={low} high={high}: the range of w must have 0 <= low < high")
     if level not in LEVELS:
@@ -47,17 +47,25 @@ def _check(low: float, high: float, level: str, product: bool):
 
 
 @dataclass(frozen=True)
-class Truncate:
-    """clip(w, low, high): truncated importance sampling (TIS; Yao et al. 2025, Your efficient RL
-    framework secretly brings you off-policy RL training)."""
+class AtLevel:
+    """A range of w, which is each token's or its sequence's."""
 
-    low: float = 0.0
-    high: float = 2.0
+    low: float
+    high: float
     level: str = "token"
     product: bool = False
 
     def __post_init__(self):
         _check(self.low, self.high, self.level, self.product)
+
+
+@dataclass(frozen=True)
+class Truncate(AtLevel):
+    """clip(w, low, high): truncated importance sampling (TIS; Yao et al. 2025, Your efficient RL
+    framework secretly brings you off-policy RL training)."""
+
+    low: float = 0.0
+    high: float = 2.0
 
     def __call__(self, prox, sampled, mask, segments):
         w = ratios(prox, sampled, mask, segments, self.level, self.product)
@@ -65,16 +73,11 @@ class Truncate:
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(AtLevel):
     """w where low <= w <= high, else 0: IcePop at level "token" (Ling team 2025, arXiv:2510.18855)."""
 
     low: float = 0.5
     high: float = 5.0
-    level: str = "token"
-    product: bool = False
-
-    def __post_init__(self):
-        _check(self.low, self.high, self.level, self.product)
 
     def __call__(self, prox, sampled, mask, segments):
         w = ratios(prox, sampled, mask, segments, self.level, self.product)
@@ -92,7 +95,7 @@ class SequenceMask:
     high: float = 1.002
 
     def __post_init__(self):
-        _check(self.low, self.high, "sequence", False)
+        _check(self.low, self.high)
 
     def __call__(self, prox, sampled, mask, segments):
         of = ratios(prox, sampled, mask, segments, "sequence")
