@@ -13,8 +13,8 @@ from rljax.run.schedules import supervised, synchronous
 from rljax.train.algorithms import distillation, sft
 from rljax.train.optimizer import AdamW
 
-TEACHER = Decoder(vocab=16, width=96, layers=2, heads=4, kv_heads=2, head_dim=24, ffn=256, qk_norm=True)
-STUDENT = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm=True)
+TEACHER = Decoder(vocab=16, width=96, layers=2, heads=4, kv_heads=2, head_dim=24, ffn=256, qk_norm="head")
+STUDENT = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm="head")
 COMMON = dict(
     tokenizer=Characters("0123456789+=;#"), rewards=(ExactMatch(after="#"),), max_prompt=8, max_new=32,
     checkpoints=Checkpoints(every=0), mesh="meshes/eight.toml",

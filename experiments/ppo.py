@@ -18,7 +18,7 @@ from rljax.train.losses import ValueLoss
 from rljax.train.objectives import Critic
 from rljax.train.optimizer import AdamW
 
-LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm=True)
+LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm="head")
 COMMON = dict(
     task=Addition(digits=3), tokenizer=Characters("0123456789+=;#"), rewards=(ExactMatch(after="#"),),
     max_prompt=8, max_new=32, mesh="meshes/eight.toml",

@@ -14,7 +14,7 @@ from rljax.run.schedules import supervised, synchronous
 from rljax.train.algorithms import grpo, sft
 from rljax.train.optimizer import AdamW
 
-LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm=True)
+LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm="head")
 
 COMMON = dict(
     task=Addition(digits=3),

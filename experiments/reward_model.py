@@ -37,7 +37,7 @@ class Mistaken:
         return Pair(p.prompt, p.answer, chosen=p.solution, rejected=rejected)
 
 
-LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm=True)
+LM = Decoder(vocab=16, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=192, qk_norm="head")
 COMMON = dict(
     tokenizer=Characters("0123456789+=;#"), max_prompt=8, max_new=32, checkpoints=Checkpoints(every=0),
     mesh="meshes/eight.toml",

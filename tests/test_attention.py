@@ -22,27 +22,37 @@ from rljax.types import Tokens
 SPLASH = partial(attention.splash, interpret=True)
 CUDNN = partial(attention.cudnn, implementation="xla")  # the same call, by the form of it that a CPU runs
 ONE, SEQ = Layout(), Layout(fsdp=2, seq=2, tensor=2)
+PLAIN = attention.Rule(1 / 4)
+RULES = {
+    "plain": PLAIN,
+    "window": attention.Rule(0.3, window=7),
+    "capped": attention.Rule(0.3, cap=1.5, window=7),
+    "near": attention.Rule(0.3, 1.5, 7, near=True),
+    "far": attention.Rule(0.3, 1.5, 7, near=False),
+}
 
 
-def batch(t: int):
+def batch(t: int, width: int = 16):
     """q, k, v and segments: rows packed, padded at the end, wholly padding, and packed with a gap."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(4, t, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    sizes = (4, 16), (2, 16), (2, width)
+    q, k, v = (rng.normal(size=(4, t, *size)).astype(np.float32) for size in sizes)
     at = np.arange(t)
     packed = np.where(at < t // 3, 1, np.where(at < t - 5, 2, 0))
     gap = np.where(at < t // 4, 1, np.where(at < t // 2, 0, 2))
     return (q, k, v), np.stack([packed, at < t - 9, at < 0, gap]).astype(np.int32)
 
 
-def run(form, layout: Layout, qkv, segments):
+def run(form, layout: Layout, qkv, segments, rule=PLAIN):
     """What a form returns on a layout, and the gradients of a weighted sum of it, scanned under checkpoint."""
 
     @partial(jax.value_and_grad, has_aux=True)
     def loss(qkv, segments):
         segments = attention.Segments(jax.reshard(segments, P(BATCH, "seq")), segments)
-        step = jax.checkpoint(lambda x, _: (x + form(*qkv, segments), None))
-        out, _ = jax.lax.scan(step, jnp.zeros_like(qkv[0]), None, 1)
-        return jnp.sum(out * jnp.sin(qkv[0])), out
+        how = rule if rule.near is None else rule._replace(near=jnp.asarray(rule.near))
+        step = jax.checkpoint(lambda x, _: (x + form(*qkv, segments, how), None))
+        out, _ = jax.lax.scan(step, jnp.zeros_like(qkv[0][..., : qkv[2].shape[3]]), None, 1)
+        return jnp.sum(out * jnp.sin(qkv[0][..., : out.shape[3]])), out
 
     with jax.set_mesh(layout.mesh()):
         qkv = tuple(jax.device_put(x, P(BATCH, "seq", "tensor", None)) for x in qkv)
@@ -55,34 +65,49 @@ def close(actual, expected) -> bool:
     return np.abs(actual - expected).max() <= 5e-6 * np.abs(expected).max()
 
 
-def by_hand(q, k, v, segments):
+def by_hand(q, k, v, segments, rule):
     """Query by query in numpy, of the tokens that count."""
-    out = np.zeros_like(q)
+    out = np.zeros((*q.shape[:3], v.shape[3]))
     for b, s, n in np.ndindex(q.shape[:3]):
         if segments[b, s]:
-            seen = [t for t in range(s + 1) if segments[b, t] == segments[b, s]]
+            far = rule.window is None or rule.near is False
+            seen = [t for t in range(s + 1) if segments[b, t] == segments[b, s] and (far or t > s - rule.window)]
             keys, values = (x[b, seen, n // (q.shape[2] // k.shape[2])].astype(np.float64) for x in (k, v))
-            weights = np.exp(keys @ q[b, s, n] / np.sqrt(q.shape[3]))
+            scores = keys @ q[b, s, n] * rule.scale
+            weights = np.exp(scores if rule.cap is None else rule.cap * np.tanh(scores / rule.cap))
             out[b, s, n] = weights @ values / weights.sum()
     return out
 
 
-@pytest.mark.parametrize("layout", [ONE, Layout(data=2, tensor=2), SEQ], ids=str)
-def test_the_reference_is_attention_by_hand(layout):
-    qkv, segments = batch(24)
-    (out, *_), _ = run(attention.masked, layout, qkv, segments)
-    np.testing.assert_allclose(np.where(segments[..., None, None] > 0, out, 0), by_hand(*qkv, segments), atol=1e-6)
+@pytest.mark.parametrize(
+    "layout, rule",
+    [(ONE, "plain"), (Layout(data=2, tensor=2), "plain"), (SEQ, "plain"), *((SEQ, name) for name in RULES)],
+    ids=str,
+)
+def test_the_reference_is_attention_by_hand(layout, rule):
+    qkv, segments = batch(24, width=12)
+    (out, *_), _ = run(attention.masked, layout, qkv, segments, RULES[rule])
+    expected = by_hand(*qkv, segments, RULES[rule])
+    np.testing.assert_allclose(np.where(segments[..., None, None] > 0, out, 0), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "form, layout, t",
-    [(SPLASH, Layout(fsdp=2, tensor=2), 128), (SPLASH, SEQ, 256), (CUDNN, ONE, 24), (CUDNN, SEQ, 24)],
-    ids=["splash", "splash-seq", "cudnn", "cudnn-seq"],
+    "form, layout, t, rule",
+    [
+        (SPLASH, Layout(fsdp=2, tensor=2), 128, "plain"),
+        (SPLASH, SEQ, 256, "capped"),
+        (SPLASH, SEQ, 256, "near"),
+        (SPLASH, SEQ, 256, "far"),
+        (CUDNN, ONE, 24, "plain"),
+        (CUDNN, SEQ, 24, "window"),
+    ],
+    ids=["splash", "splash-seq", "splash-near", "splash-far", "cudnn", "cudnn-seq"],
 )
-def test_a_kernel_is_the_reference_in_values_and_gradients(form, layout, t):
+def test_a_kernel_is_the_reference_in_values_and_gradients(form, layout, t, rule):
     """At padding too, so that is finite. Over seq the keys' gradients are summed once, by one reduce-scatter each."""
-    expected, _ = run(attention.masked, ONE, *batch(t))
-    actual, text = run(form, layout, *batch(t))
+    rule = RULES[rule]
+    expected, _ = run(attention.masked, ONE, *batch(t, width=8 if form is CUDNN else 16), rule)
+    actual, text = run(form, layout, *batch(t, width=8 if form is CUDNN else 16), rule)
     for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         assert np.isfinite(a).all()
         assert close(a, e), name
@@ -108,6 +133,8 @@ def test_the_form_follows_platform_shape_and_dtype(monkeypatch):
     assert choose("gpu", 1000, 64, half) is attention.cudnn
     for queries, head, dtype in ((1000, 64, full), (1001, 64, half), (1000, 60, half), (1000, 256, half)):
         assert choose("gpu", queries, head, dtype) is attention.masked
+    assert choose("gpu", 1000, 64, half, 50.0) is attention.masked
+    assert choose("tpu", 1024, 128, half, 50.0) is attention.splash
     monkeypatch.setattr(attention, "has_cudnn", lambda: False)
     assert choose("gpu", 1000, 64, half) is attention.masked
 

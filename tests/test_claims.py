@@ -455,7 +455,7 @@ def test_weights_are_gathered_again_in_the_backward_pass(remat):
     assert inside[AG] == 2 * 7 * M.layers and inside[RS] == 7 * M.layers
 
 
-RICH = replace(M, qk_norm=True, qkv_bias=True, tied=True)
+RICH = replace(M, qk_norm="head", qkv_bias=True, tied=True)
 ROUTED = Experts(8, 2, 16)
 MIXED = replace(M, experts=replace(ROUTED, shared=24, bias_rate=0.01))
 EXCHANGED = replace(M, experts=replace(ROUTED, dispatch="exchange"))

@@ -237,7 +237,7 @@ WRONG_START = {
     "bad data": ([TASK.replace("sums", "bad"), FRESH], "bad.jsonl:2: '{\"prompt\":' is not JSON"),
     "no data file": ([TASK.replace("sums", "nosums"), FRESH], "task.path='nosums.jsonl' cannot be read: No such file"),
     "long prompts": (["task=experiment:Long", "task.all=true", FRESH], "max_prompt=6: all 16 prompts are longer"),
-    "long solutions": (["roles.actor.start.max_new=4"], "max_prompt + max_new = 10 tokens, but an example has 11"),
+    "long solutions": (["roles.actor.start.max_new=4"], "tokens with its prompt, but max_prompt + max_new leave it 10"),
 }
 
 
@@ -255,7 +255,7 @@ def test_a_run_wrongly_started_leaves_nothing_behind(folder, wrong, what):
 
 @pytest.mark.parametrize("change, words", [
     ("width=32", "embed is [16, 16] there, and [16, 32] here"), ("layers=2", "[1, 16] there, and [2, 16] here"),
-    ("tied=true", "unembed is [16, 16] there, and nothing here"), ("qk_norm=true", "nothing there, and [1, 8] here"),
+    ("tied=true", "unembed is [16, 16] there, and nothing here"), ("qk_norm=head", "nothing there, and [1, 8] here"),
 ])  # fmt: skip
 def test_a_start_from_another_model_is_named(target, folder, wrong, change, words):
     overrides = "roles.actor.start=target", f"roles.actor.lm.{change}", f"roles.reference.lm.{change}"

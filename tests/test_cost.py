@@ -17,6 +17,7 @@ from rljax.mesh import BATCH, Layout, Placement
 from rljax.mesh.schedule import build
 from rljax.model.decoder import Decoder
 from rljax.model.forward import logprobs
+from rljax.model.latent import Latent
 from rljax.model.moe import Experts
 from rljax.model.table import abstract, count, is_tensor
 from rljax.plan import cost, parts
@@ -27,7 +28,7 @@ QWEN = Decoder(152064, 3584, 28, 28, 4, 128, 18944, qkv_bias=True)
 LLAMA_8B = Decoder(128256, 4096, 32, 32, 8, 128, 14336)
 LLAMA_70B = Decoder(128256, 8192, 80, 64, 8, 128, 28672)
 LLAMA_13B = Decoder(32000, 5120, 40, 40, 40, 128, 13824)
-QWEN_30B = Decoder(151936, 2048, 48, 32, 4, 128, 6144, qk_norm=True, experts=Experts(128, 8, 768))
+QWEN_30B = Decoder(151936, 2048, 48, 32, 4, 128, 6144, qk_norm="head", experts=Experts(128, 8, 768))
 MIXTRAL = Decoder(32000, 4096, 32, 32, 8, 128, 14336, experts=Experts(8, 2, 14336))
 PUBLISHED = {  # parameters
     "Qwen2.5-7B": (QWEN, 7_615_616_512),
@@ -65,7 +66,7 @@ SPLIT = (Layout(fsdp=4), Layout(fsdp=2, tensor=2), Layout(data=2, fsdp=2, seq=2,
 
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("layout", SPLIT, ids=str)
-@pytest.mark.parametrize("name", ["rich", "deepseek"])
+@pytest.mark.parametrize("name", ["rich", "deepseek", "gemma", "olmo", "latent"])
 def test_state_is_that_of_the_tables_shards(name, layout, zero):
     m, mesh = tiny.MODELS[name], layout.abstract()
     tensors = jax.tree.leaves(m.build().table, is_leaf=is_tensor)
@@ -110,10 +111,12 @@ ROWS, TIME = 16, 32
 M = Decoder(vocab=96, width=32, layers=6, heads=8, kv_heads=4, head_dim=8, ffn=80)
 MODELS = {
     "plain": M,
-    "rich": replace(M, qk_norm=True, qkv_bias=True, tied=True),
+    "rich": replace(M, qk_norm="head", qkv_bias=True, tied=True),
     "experts": replace(M, experts=Experts(8, 2, 16)),
     "shared": replace(M, dense=1, experts=Experts(8, 2, 16, shared=24)),
     "exchange": replace(M, experts=Experts(8, 2, 16, dispatch="exchange", capacity=1.5)),
+    "latent": replace(M, kv_heads=8, latent=Latent(keys=16, plain=4, turned=4, value=6, queries=20)),
+    "both norms": replace(M, norms="both", norm_offset=True, activation="gelu", score_cap=5.0, logit_cap=5.0),
 }
 TRAINED = [
     ("plain", Layout(), dict(remat="none")),
@@ -125,6 +128,8 @@ TRAINED = [
     ("experts", Layout(expert=8), dict(remat="none")),
     ("shared", Layout(tensor=2, expert=4), dict(sequence_parallel=True)),
     ("exchange", Layout(fsdp=2, expert=4), {}),
+    ("latent", Layout(fsdp=2, tensor=2), dict(remat="none")),
+    ("both norms", Layout(tensor=2), {}),
 ]
 
 

@@ -55,6 +55,10 @@ EXPERTS = {
     "fsdp tensor expert": ("deepseek", Layout(fsdp=2, tensor=2, expert=2), {}),
     "pipe expert": ("experts", Layout(pipe=2, expert=2, data=2), {}),
     "exchange seq": ("exchange", Layout(data=2, seq=2, expert=2), dict(context="ring")),
+    "window, fsdp tensor": ("gemma", FSDP_TENSOR, {}),
+    "window, ring": ("gemma", CONTEXT, dict(context="ring")),
+    "window, pipe": ("gemma", Layout(pipe=2, data=2), {}),
+    "latent, tensor seq": ("latent", CONTEXT, {}),
 }
 KIND = np.arange(8 * N) % 3  # of each row: greedy, top-k 1, plain
 MIXED = Sampling(
@@ -167,7 +171,7 @@ def test_every_layout_draws_the_same_tokens(case):
 
 
 @pytest.mark.parametrize("case", tiny.ordinary(EXPERTS, "fsdp tensor expert", "pipe expert"))
-def test_experts_draw_the_same_tokens_on_every_layout(case):
+def test_families_draw_the_same_tokens_on_every_layout(case):
     name, layout, strategy = EXPERTS[case]
     for s in (SAMPLINGS["plain"], GREEDY):
         one, other = sampler(name=name)(s), sampler(layout, name, **strategy)(s)

@@ -63,6 +63,15 @@ def test_every_layout_of_experts_computes_the_single_device_update(case):
 
 
 @pytest.mark.pitfall("T-07")
+@pytest.mark.parametrize("case", tiny.FAMILY_LAYOUTS)
+def test_every_layout_of_a_family_computes_the_single_device_update(case):
+    model, layout, strategy = tiny.FAMILY_LAYOUTS[case]
+    result = tiny.step(model, layout, **strategy)(tiny.batch(model))
+    agree(result, tiny.step(model)(tiny.batch(model)))
+    shards_are_as_large_as_stated(model, layout, strategy, result)
+
+
+@pytest.mark.pitfall("T-07")
 @pytest.mark.parametrize("case", tiny.ordinary(tiny.PRODUCTS, "4D of 16, pipe", "5D of 32, no pipe"))
 def test_products_of_axes_compute_the_single_device_update(case):
     model, layout, strategy = tiny.PRODUCTS[case]
@@ -97,6 +106,7 @@ def test_the_comparison_notices_a_small_mistake():
 
 
 @pytest.mark.pitfall("T-01")
+@pytest.mark.pitfall("T-10")
 @pytest.mark.pitfall("T-12")
 @pytest.mark.parametrize("layout, microbatches", [(ONE, 2), (ONE, 4), (ALL, 2), (ALL, 4)], ids=str)
 def test_microbatches_equal_one(layout, microbatches):

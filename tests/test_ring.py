@@ -14,7 +14,7 @@ from tiny import shapes
 
 from rljax.mesh import BATCH, Layout, Strategy
 from rljax.model import ring as ring_module
-from rljax.model.attention import Segments
+from rljax.model.attention import Rule, Segments
 from rljax.model.decoder import Decoder
 from rljax.model.forward import logprobs
 from rljax.model.ring import ring
@@ -25,6 +25,8 @@ from rljax.types import Tokens
 B, T, N, K, H = 4, 24, 4, 2, 8
 ONE, RING = Layout(), Layout(seq=4, tensor=2)
 AXES = P(BATCH, "seq", "tensor", None)
+PLAIN = Rule(1 / H**0.5)
+NEAR, FAR = (Rule(0.4, cap=1.5, window=7, near=near) for near in (True, False))
 
 
 @cache
@@ -37,27 +39,31 @@ def batch(rows=B, t=T):
     return arrays, np.stack([packed, at < t - 9, at < 0, gap]).astype(np.int32)[:rows]
 
 
-def attend(q, k, v, segments, d):
+def attend(q, k, v, segments, d, rule):
     """Attention and its gradients in float64, written out: every query beside all keys, padding a segment too."""
     k, v = (np.repeat(x, N // K, 2) for x in (k, v))
     sees = (segments[:, :, None] == segments[:, None]) & np.tri(q.shape[1], dtype=bool)
-    e = np.exp(np.einsum("bsnh,btnh->bnst", q, k) / np.sqrt(H)) * sees[:, None]
+    if rule.window and rule.near is not False:
+        sees &= ~np.tri(q.shape[1], k=-rule.window, dtype=bool)
+    scores = np.einsum("bsnh,btnh->bnst", q, k) * rule.scale
+    tanh = np.tanh(scores / rule.cap) if rule.cap else np.zeros_like(scores)
+    e = np.exp(rule.cap * tanh if rule.cap else scores) * sees[:, None]
     p = e / e.sum(-1, keepdims=True)
     dp = np.einsum("bsnh,btnh->bnst", d, v)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(H)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * (1 - tanh**2) * rule.scale
     shared = lambda x: x.reshape(*x.shape[:2], K, N // K, H).sum(3)
     dk, dv = np.einsum("bnst,bsnh->btnh", ds, q), np.einsum("bnst,bsnh->btnh", p, d)
     return np.einsum("bnst,btnh->bsnh", p, v), np.einsum("bnst,btnh->bsnh", ds, k), shared(dk), shared(dv)
 
 
 @cache
-def oracle():
+def oracle(rule):
     """Two layers of attention on a residual stream, which starts as q, and the gradients."""
     (x, k, v, dx), segments = batch()
     x, k, v, dx = (np.float64(x) for x in (x, k, v, dx))
-    middle = x + attend(x, k, v, segments, dx)[0]
-    out, dq, *second = attend(middle, k, v, segments, dx)
-    _, dx, *first = attend(x, k, v, segments, middle_dx := dx + dq)
+    middle = x + attend(x, k, v, segments, dx, rule)[0]
+    out, dq, *second = attend(middle, k, v, segments, dx, rule)
+    _, dx, *first = attend(x, k, v, segments, middle_dx := dx + dq, rule)
     return middle + out, middle_dx + dx, *map(np.add, first, second)
 
 
@@ -66,8 +72,9 @@ def order(n: int, t: int):
     return np.arange(t).reshape(t // n, n).T.reshape(-1)
 
 
-def ringed(q, k, v, segments, tile):
-    return ring(q, k, v, Segments(jax.reshard(segments, P(BATCH, "seq")), segments), tile=tile)
+def ringed(q, k, v, segments, tile, rule=PLAIN):
+    how = rule if rule.near is None else rule._replace(near=jnp.asarray(rule.near))
+    return ring(q, k, v, Segments(jax.reshard(segments, P(BATCH, "seq")), segments), how, tile=tile)
 
 
 def alone(qkv, d, segments, tile):
@@ -75,10 +82,10 @@ def alone(qkv, d, segments, tile):
     return jnp.sum(out.astype(jnp.float32) * d), out
 
 
-def layers(qkv, d, segments, tile):
+def layers(qkv, d, segments, tile, rule=PLAIN):
     """The two layers as a model has them: scanned, and recomputed in the backward pass."""
     q, k, v = qkv
-    layer = jax.checkpoint(lambda x, _: (x + ringed(x, k, v, segments, tile), None))
+    layer = jax.checkpoint(lambda x, _: (x + ringed(x, k, v, segments, tile, rule), None))
     x, _ = jax.lax.scan(layer, q, None, 2)
     return jnp.sum(x * d), x
 
@@ -146,14 +153,25 @@ def sent(text: str) -> int:
     return total(re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1])
 
 
-@pytest.mark.parametrize(
-    "layout, tile",
-    [(ONE, 24), (ONE, 5), (Layout(seq=2), 4), (Layout(fsdp=2, seq=2, tensor=2), 5), (RING, 2), (Layout(seq=8), 512)],
-    ids=str,
-)
-def test_values_and_gradients_are_those_of_attention(layout, tile):
+CASES = {
+    "one": (ONE, 24, PLAIN),
+    "one, small tiles": (ONE, 5, PLAIN),
+    "one, window": (ONE, 5, NEAR),
+    "seq 2": (Layout(seq=2), 4, PLAIN),
+    "fsdp seq tensor": (Layout(fsdp=2, seq=2, tensor=2), 5, PLAIN),
+    "seq tensor": (RING, 2, PLAIN),
+    "seq tensor, window": (RING, 2, NEAR),
+    "seq tensor, capped": (RING, 2, FAR),
+    "one tile": (Layout(seq=8), 512, PLAIN),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_attention(case):
     """At padding too. Tiles that do not divide a shard shrink; the shards of the last are of one tile."""
-    for name, actual, expected in zip(("out", "dq", "dk", "dv"), run(layers, layout, tile), oracle(), strict=True):
+    layout, tile, rule = CASES[case]
+    got = run(partial(layers, rule=rule), layout, tile)
+    for name, actual, expected in zip(("out", "dq", "dk", "dv"), got, oracle(rule), strict=True):
         assert np.abs(actual - expected).max() <= 2e-6 * np.abs(expected).max(), name
 
 
@@ -164,7 +182,7 @@ def error(layout: Layout, t: int):
     results = run(alone, layout, 16, 1, t, jnp.bfloat16)
     assert all(x.dtype == jnp.bfloat16 for x in results)
     rms = lambda x: float(np.sqrt(np.mean(np.square(np.float64(x)))))
-    return [rms(np.float64(x) - y) / rms(y) for x, y in zip(results, attend(*half, segments, d), strict=True)]
+    return [rms(np.float64(x) - y) / rms(y) for x, y in zip(results, attend(*half, segments, d, PLAIN), strict=True)]
 
 
 def test_a_longer_ring_rounds_gradients_no_more_often():

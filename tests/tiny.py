@@ -6,6 +6,7 @@ Compiles dominate, so everything compiled is cached and tests vary the data they
 import re
 from dataclasses import replace
 from functools import cache
+from math import sqrt
 from typing import NamedTuple
 from zlib import crc32
 
@@ -20,7 +21,9 @@ from jax.sharding import NamedSharding
 from rljax.assess.advantages import GroupRelative
 from rljax.mesh import BATCH, Layout, Strategy
 from rljax.model.decoder import Decoder
+from rljax.model.latent import Latent
 from rljax.model.moe import Experts
+from rljax.model.rope import Linear, Llama3, Yarn
 from rljax.model.table import map_table, shardings
 from rljax.train.losses import Clip
 from rljax.train.metrics import combine
@@ -35,13 +38,24 @@ EXPERTS = Experts(count=8, top_k=2, width=16, balance=0.05, z=0.01)
 DEEPSEEK = replace(EXPERTS, shared=24, score="sigmoid", scale=2.5, groups=4, top_groups=2, bias_rate=0.01)
 MODELS = {
     "plain": Decoder(**SIZES),
-    "rich": Decoder(**SIZES, qk_norm=True, qkv_bias=True, tied=True),
-    "deep": Decoder(**SIZES | dict(layers=4), qk_norm=True, tied=True),
+    "rich": Decoder(**SIZES, qk_norm="head", qkv_bias=True, tied=True),
+    "deep": Decoder(**SIZES | dict(layers=4), qk_norm="head", tied=True),
     "experts": Decoder(**SIZES, experts=EXPERTS),
     "exchange": Decoder(**SIZES, experts=replace(EXPERTS, dispatch="exchange")),
     "replay": Decoder(**SIZES, experts=replace(EXPERTS, replay=True)),
     "deepseek": Decoder(**SIZES | dict(layers=3), experts=DEEPSEEK, dense=1, tied=True),
-}
+    "gemma": Decoder(
+        **SIZES, qk_norm="head", norms="both", norm_offset=True, tied=True, activation="gelu", embed_scale=sqrt(32),
+        query_scale=0.4, score_cap=2.0, logit_cap=5.0, window=4, everywhere=(1,), window_theta=100.0,
+        rope_scaling=Linear(8.0),
+    ),
+    "olmo": Decoder(**SIZES, norms="post", qk_norm="all", window=5, rope_scaling=Llama3(8.0, original=32)),
+    "latent": Decoder(
+        **SIZES | dict(layers=3, kv_heads=4, head_dim=12),
+        latent=Latent(keys=16, plain=8, turned=4, value=6, queries=24),
+        experts=DEEPSEEK, dense=1, rope_scaling=Yarn(4.0, 64, amplitude=1.1), query_scale=0.1,
+    ),
+}  # fmt: skip
 DENSE = ("plain", "rich")
 ONE = Layout()
 FSDP, FSDP_TENSOR = Layout(fsdp=8), Layout(fsdp=4, tensor=2)
@@ -88,6 +102,19 @@ def ordinary(cases, *slow: str) -> list:
     return [pytest.param(case, marks=[pytest.mark.slow] * (case in slow)) for case in cases]
 
 
+FAMILY_LAYOUTS = {
+    "gemma, tensor": ("gemma", FSDP_TENSOR, dict(sequence_parallel=True)),
+    "gemma, ring": ("gemma", CONTEXT, dict(context="ring")),
+    "gemma, ulysses": ("gemma", Layout(data=2, fsdp=2, seq=2), dict(context="ulysses")),
+    "gemma, pipe": ("gemma", Layout(fsdp=2, pipe=2), dict(microbatches=2, schedule="1f1b")),
+    "olmo, tensor": ("olmo", Layout(fsdp=2, tensor=4), dict(sequence_parallel=True)),
+    "olmo, gathered keys": ("olmo", CONTEXT, {}),
+    "latent, expert tensor": ("latent", Layout(fsdp=2, tensor=2, expert=2), dict(sequence_parallel=True)),
+    "latent, ring": ("latent", Layout(seq=2, tensor=2, expert=2), dict(context="ring")),
+    "latent, pipe": ("latent", Layout(fsdp=2, pipe=2, tensor=2), dict(microbatches=2)),
+}
+
+
 # every term and both clips have a gradient (T-12)
 OBJECTIVE = Objective(Clip(0.2, 0.28, dual=3.0), GroupRelative(), sequence_mean_token_mean, kl=0.1, entropy=0.01)
 ROWS, TIME = 32, 16
@@ -109,38 +136,62 @@ def oracle(m: Decoder, p, ids, positions, segments, xp=np):
     """Logits `[B T V]`: the decoder written once more, without sharding, scans, chunks or caches. numpy in float64."""
     if xp is np:
         p = jax.tree.map(np.float64, p)
-    rms = lambda x, w: x / xp.sqrt((x * x).mean(-1, keepdims=True) + m.norm_eps) * w
-    angle = positions[..., None, None] * m.rope_theta ** (-xp.arange(m.head_dim // 2) / (m.head_dim // 2))
+    rms = lambda x, w: x / xp.sqrt((x * x).mean(-1, keepdims=True) + m.norm_eps) * (w + m.norm_offset)
+    cap = lambda z, most: z if most is None else most * xp.tanh(z / most)
+    turned = m.latent.turned if m.latent else m.head_dim
 
-    def turn(x):
-        a, b = x[..., : m.head_dim // 2], x[..., m.head_dim // 2 :]
-        cos, sin = xp.cos(angle), xp.sin(angle)
+    def turn(x, theta, scaling):
+        frequency = theta ** (-np.arange(turned // 2) / (turned // 2))
+        angle = positions[..., None, None] * (frequency if scaling is None else scaling(frequency, theta))
+        a, b = x[..., : turned // 2], x[..., turned // 2 :]
+        cos, sin = (f(angle) * (1 if scaling is None else scaling.amplitude) for f in (xp.cos, xp.sin))
         return xp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def project(h, w, turn):
+        """Queries, keys and values, the first two turned."""
+        heads = lambda y: y.reshape(*y.shape[:2], m.heads, -1)
+        if m.latent is None:
+            y = [h @ a + (0 if c is None else c) for a, c in ((w.wq, w.bq), (w.wk, w.bk), (w.wv, w.bv))]
+            norm = lambda x, w, kind: rms(x, w) if m.qk_norm == kind else x
+            y = norm(y[0], w.q_norm, "all"), norm(y[1], w.k_norm, "all"), y[2]
+            q, k, v = (x.reshape(*x.shape[:2], -1, m.head_dim) for x in y)
+            q, k = norm(q, w.q_norm, "head"), norm(k, w.k_norm, "head")
+            return turn(q), *(xp.repeat(y, m.heads // m.kv_heads, 2) for y in (turn(k), v))
+        plain = m.latent.plain
+        q = heads(rms(h @ w.q_down, w.q_norm) @ w.q_up)
+        latent, shared = h @ w.kv_down[:, : m.latent.keys], turn((h @ w.kv_down[:, m.latent.keys :])[:, :, None])
+        kv = heads(rms(latent, w.k_norm) @ w.kv_up)
+        k = xp.concatenate([kv[..., :plain], xp.repeat(shared, m.heads, 2)], -1)
+        return xp.concatenate([q[..., :plain], turn(q[..., plain:])], -1), k, kv[..., plain:]
 
     def feed(h, gate, up, down):
         gate = h @ gate
-        return (gate / (1 + xp.exp(-gate)) * (h @ up)) @ down
+        inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+        act = gate / (1 + xp.exp(-gate)) if m.activation == "silu" else gate / 2 * (1 + xp.tanh(inner))
+        return (act * (h @ up)) @ down
 
     b, t = ids.shape
     sees = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0) & xp.tri(t, dtype=bool)
-    x = p.embed[ids]
+    distance = np.arange(t)[:, None] - np.arange(t)[None]
+    x = p.embed[ids] * m.embed_scale
     for i in range(m.layers):
         stack, at = (p.first, i) if i < m.dense else (p.layers, i - m.dense)
         w = jax.tree.map(lambda w, at=at: w[at], stack)
-        h = rms(x, w.norm1)
-        q, k, v = ((h @ a + (0 if c is None else c)).reshape(b, t, -1, m.head_dim)
-                   for a, c in ((w.wq, w.bq), (w.wk, w.bk), (w.wv, w.bv)))  # fmt: skip
-        if m.qk_norm:
-            q, k = rms(q, w.q_norm), rms(k, w.k_norm)
-        k, v = (xp.repeat(y, m.heads // m.kv_heads, 2) for y in (turn(k), v))
-        scores = xp.einsum("bsnh,btnh->bnst", turn(q), k) / np.sqrt(m.head_dim)
-        scores = xp.where(sees[:, None], scores, -1e30)
-        e = xp.where(sees[:, None], xp.exp(scores - scores.max(-1, keepdims=True)), 0)
-        a = xp.einsum("bnst,btnh->bsnh", e / (e.sum(-1, keepdims=True) + 1e-30), v).reshape(b, t, -1)
-        x = x + a @ w.wo
-        h = rms(x, w.norm2)
-        x = x + (feed(h, w.gate, w.up, w.down) if w.router is None else mixture(m.experts, h, w, feed, xp))
-    return rms(x, p.norm) @ (p.embed.T if m.tied else p.unembed)
+        near = m.window is not None and i not in m.everywhere
+        apart = near and m.window_theta is not None
+        turned_by = (m.window_theta, None) if apart else (m.rope_theta, m.rope_scaling)
+        q, k, v = project(x if m.norms == "post" else rms(x, w.norm1), w, lambda x, by=turned_by: turn(x, *by))
+        scale = 1 / np.sqrt(m.head_dim) if m.query_scale is None else m.query_scale
+        scores = cap(xp.einsum("bsnh,btnh->bnst", q, k) * scale, m.score_cap)
+        seen = (sees & (distance < m.window) if near else sees)[:, None]
+        scores = xp.where(seen, scores, -1e30)
+        e = xp.where(seen, xp.exp(scores - scores.max(-1, keepdims=True)), 0)
+        a = xp.einsum("bnst,btnu->bsnu", e / (e.sum(-1, keepdims=True) + 1e-30), v).reshape(b, t, -1) @ w.wo
+        x = x + (a if m.norms == "pre" else rms(a, w.post1))
+        h = x if m.norms == "post" else rms(x, w.norm2)
+        y = feed(h, w.gate, w.up, w.down) if w.router is None else mixture(m.experts, h, w, feed, xp)
+        x = x + (y if m.norms == "pre" else rms(y, w.post2))
+    return cap(rms(x, p.norm) @ (p.embed.T if m.tied else p.unembed), m.logit_cap)
 
 
 def mixture(e: Experts, h, w, feed, xp):

@@ -74,7 +74,8 @@ def _stage(job: Job, of, params, groups: int):
     """What one stage does: ids and log-probabilities [G r M], zero but on the last, and routes [G L r C T 1 k]."""
     lm, stages, me = job.lm, lax.axis_size("pipe"), lax.axis_index("pipe")
     first, last = me == 0, me == stages - 1
-    *ends, mine = lm.stacks(params)
+    own = len(jax.tree.leaves(params.layers)[0])
+    *ends, mine = lm.stacks(params, None, me * own)
     depth = [len(jax.tree.leaves(layers)[0]) for layers in (*ends, mine)]
     send = lambda x: lax.ppermute(x, "pipe", [(d, (d + 1) % stages) for d in range(stages)])
 

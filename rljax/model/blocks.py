@@ -4,6 +4,8 @@
 Placements are stated where arrays are born (the table, the embedding, a fresh cache); types carry them from there.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -13,16 +15,24 @@ from jaxtyping import Array, Float, Int
 
 from rljax.mesh import Strategy, gather, island, reduced, shards, spec_of
 from rljax.mesh.verbs import axes_of, rows, split_over, without
-from rljax.model import attention, moe, nn
+from rljax.model import attention, latent, moe, nn
 from rljax.model.context import across
+from rljax.model.rope import frequencies
 from rljax.types import Tokens
+
+
+class Ropes(NamedTuple):
+    """Cosines and sines of every token, for layers that see everything and, where these turn otherwise, the others."""
+
+    far: tuple[Array, Array]
+    near: tuple[Array, Array] | None
 
 
 @struct.dataclass
 class Frame:
     """What every block reads besides the residual stream."""
 
-    rope: tuple[Array, Array]
+    ropes: "Ropes"
     segments: attention.Segments
     routes: Int[Array, "L B T k"] | None
     context: str = struct.field(pytree_node=False)
@@ -37,21 +47,43 @@ def embed(m, p, tokens: Tokens, strategy: Strategy) -> tuple[Float[Array, "B T D
     """The residual stream, split over seq (and tensor) from here on, and the frame that its blocks share."""
     split = lambda x: jax.reshard(x, P(rows(), "seq"))
     x = look_up(m, p, tokens.ids, P(rows(), ("seq", "tensor") if strategy.sequence_parallel else "seq", None))
-    rope = nn.rope(split(tokens.positions), m.head_dim, m.rope_theta)
+    turned = ropes(m, split(tokens.positions))
     routes = None if tokens.routes is None else jnp.moveaxis(tokens.routes, 2, 0).astype(jnp.int32)
     routes = None if routes is None else jax.reshard(routes, P(None, rows(), "seq", None))
-    return x, Frame(rope, attention.Segments(split(tokens.segments), tokens.segments), routes, strategy.context)
+    return x, Frame(turned, attention.Segments(split(tokens.segments), tokens.segments), routes, strategy.context)
+
+
+def ropes(m, positions: Int[Array, "B T"]) -> Ropes:
+    head = m.latent.turned if m.latent else m.head_dim
+    table = lambda theta, scaling: nn.turn(positions, *frequencies(head, theta, scaling))
+    apart = m.window_theta is not None
+    return Ropes(table(m.rope_theta, m.rope_scaling), table(m.window_theta, None) if apart else None)
+
+
+def rope(m, table: Ropes, w) -> tuple[Array, Array]:
+    """That of a layer."""
+    if table.near is None:
+        return table.far
+    if w.near is None:
+        return table.near
+    return jax.tree.map(lambda near, far: jnp.where(w.near, near, far), table.near, table.far)
+
+
+def rule(m, w) -> attention.Rule:
+    """How a layer attends."""
+    return attention.Rule(m.scale, m.score_cap, m.window, w.near)
 
 
 def look_up(m, p, ids, spec: P):
-    """Rows of a table split over the vocabulary: each device looks up those it has, and tensor sums them.
+    """Embeddings of a table split over the vocabulary: each device looks up those it has, and tensor sums them.
 
     An indexed read would say as much, but ends in an all-reduce where `spec` wants a reduce-scatter, and XLA's
     partitioner aborts over it within a pipeline.
     """
     w = weight(m, p.embed)
+    scaled = lambda x: x if m.embed_scale == 1 else x * jnp.asarray(m.embed_scale, x.dtype)
     if shards(w, 0) == 1:
-        return w.at[ids].get(out_sharding=spec)
+        return scaled(w.at[ids].get(out_sharding=spec))
 
     def local(w, ids):
         at = ids - lax.axis_index("tensor") * w.shape[0]
@@ -64,7 +96,7 @@ def look_up(m, p, ids, spec: P):
     split = P(*without(spec, "tensor").partitions[:2])
     left = spec_of(w).reduced & {*split_over(split)}  # where tokens are whole, no sum is left
     w = jax.reshard(w, P(*spec_of(w).partitions, reduced=left))
-    return island(local, spec)(w, jax.reshard(ids, split))
+    return scaled(island(local, spec)(w, jax.reshard(ids, split)))
 
 
 def stacks(m, p, frame: Frame | None = None, start: int = 0) -> list:
@@ -72,35 +104,47 @@ def stacks(m, p, frame: Frame | None = None, start: int = 0) -> list:
 
     Of the second there may be but a part, from layer `start` of that stack on.
     """
-    part = lambda x: lax.dynamic_slice_in_dim(x, start, len(p.layers.norm1))
+    part = lambda x: lax.dynamic_slice_in_dim(x, start, len(p.layers.wo))
     routes = frame and jax.tree.map(part, frame.routes)
-    return [*[p.first] * bool(m.dense), p.layers.replace(routes=routes)]
+    some = len({*m.near}) > 1
+    first = p.first.replace(near=jnp.array(m.near[: m.dense])) if m.dense and some else p.first
+    near = part(jnp.array(m.near[m.dense :])) if some else None
+    return [*[first] * bool(m.dense), p.layers.replace(routes=routes, near=near)]
 
 
 def block(m, x: Float[Array, "B T D"], w, frame: Frame) -> tuple[Float[Array, "B T D"], object]:
     """One layer on whole sequences, and the sums that its experts are balanced by."""
-    q, k, v = queries(m, x, w, frame.rope)
-    x, sums, _ = rest(m, x, attend(m, q, k, v, frame), w, frame.segments.q)
+    q, k, v = queries(m, x, w, frame.ropes)
+    x, sums, _ = rest(m, x, attend(m, q, k, v, w, frame), w, frame.segments.q)
     return x, sums
 
 
-def attend(m, q, k, v, frame: Frame):
-    return across(frame.context, attention.FORMS[m.attention], q, k, v, frame.segments)
+def attend(m, q, k, v, w, frame: Frame):
+    return across(frame.context, attention.FORMS[m.attention], q, k, v, frame.segments, rule(m, w))
 
 
-def queries(m, x, w, table):
-    h = nn.whole(nn.rms_norm(x, w.norm1, m.norm_eps))
+def queries(m, x, w, turned: Ropes):
+    """Queries, keys and values of a layer's heads, turned by position."""
+    h, table = normed(m, x, w.norm1), rope(m, turned, w)
+    if m.latent:
+        return latent.queries(m, h, w, table, weight)
+    h = nn.whole(h)
+    every = m.qk_norm == "all"
 
-    def heads(matrix, bias, n):
+    def heads(matrix, bias, n, scale=None):
         y = nn.matmul(h, weight(m, matrix))
         y = y if bias is None else nn.shift(y, bias.astype(y.dtype))
-        y = _spread(y, n)
-        return jnp.reshape(y, (*y.shape[:2], -1, m.head_dim), out_sharding=P(*spec_of(y).partitions, None))
+        y = _spread(normed(m, y, scale) if every else y, n)
+        y = jnp.reshape(y, (*y.shape[:2], -1, m.head_dim), out_sharding=P(*spec_of(y).partitions, None))
+        return y if every else normed(m, y, scale)
 
-    q, k, v = heads(w.wq, w.bq, m.heads), heads(w.wk, w.bk, m.kv_heads), heads(w.wv, w.bv, m.kv_heads)
-    if m.qk_norm:
-        q, k = nn.rms_norm(q, w.q_norm, m.norm_eps), nn.rms_norm(k, w.k_norm, m.norm_eps)
-    return nn.rotate(q, table), nn.rotate(k, table), v
+    q, k = heads(w.wq, w.bq, m.heads, w.q_norm), heads(w.wk, w.bk, m.kv_heads, w.k_norm)
+    return nn.rotate(q, table), nn.rotate(k, table), heads(w.wv, w.bv, m.kv_heads)
+
+
+def normed(m, x, w):
+    """x normalized, where there is a norm."""
+    return x if w is None else nn.rms_norm(x, w, m.norm_eps, m.norm_offset)
 
 
 def _spread(y: Float[Array, "B T K*H"], heads: int) -> Float[Array, "B T K*H"]:
@@ -117,21 +161,22 @@ def _spread(y: Float[Array, "B T K*H"], heads: int) -> Float[Array, "B T K*H"]:
     return island(local, spec_of(y))(y)
 
 
-def rest(m, x, attended: Float[Array, "B T N H"], w, segments: Int[Array, "B T"]):
+def rest(m, x, attended: Float[Array, "B T N U"], w, segments: Int[Array, "B T"]):
     """What follows attention: its output projection and the feed-forward, each added to the stream.
 
     Also the sums that experts are balanced by, and which of them each token chose.
     """
-    b, t, *_ = attended.shape
-    a = jnp.reshape(attended, (b, t, m.heads * m.head_dim), out_sharding=P(*spec_of(attended).partitions[:3]))
-    x = x + checkpoint_name(nn.matmul(a, weight(m, w.wo), spec_of(x)), "attention")
-    h = nn.rms_norm(x, w.norm2, m.norm_eps)
+    b, t, n, u = attended.shape
+    a = jnp.reshape(attended, (b, t, n * u), out_sharding=P(*spec_of(attended).partitions[:3]))
+    a = checkpoint_name(nn.matmul(a, weight(m, w.wo), spec_of(x)), "attention")
+    x = x + normed(m, a, w.post1)
+    h = normed(m, x, w.norm2)
     y, *rest = _dense(m, h, w) if w.router is None else _mixture(m, h, w, segments)
-    return x + checkpoint_name(y, "ffn"), *rest
+    return x + normed(m, checkpoint_name(y, "ffn"), w.post2), *rest
 
 
 def _dense(m, h: Float[Array, "B T D"], w):
-    return nn.swiglu(h, weight(m, w.gate), weight(m, w.up), weight(m, w.down)), (), None
+    return nn.gated(h, weight(m, w.gate), weight(m, w.up), weight(m, w.down), m.activation), (), None
 
 
 def _mixture(m, h: Float[Array, "B T D"], w, segments: Int[Array, "B T"]):
@@ -144,18 +189,18 @@ def _mixture(m, h: Float[Array, "B T D"], w, segments: Int[Array, "B T"]):
     matrices = (weight(m, w) for w in (w.gate, w.up, w.down))
     y, dropped = moe.experts(m.experts, gather(h, "tensor"), routing, *matrices, out=spec_of(h))
     if w.shared_gate is not None:
-        y = y + nn.swiglu(h, weight(m, w.shared_gate), weight(m, w.shared_up), weight(m, w.shared_down))
+        y = y + nn.gated(h, weight(m, w.shared_gate), weight(m, w.shared_up), weight(m, w.shared_down))
     return y, moe.measure(m.experts, routing, logits, segments)._replace(dropped=dropped), routing.ids
 
 
 def norm(m, p, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    return nn.rms_norm(x, p.norm, m.norm_eps)
+    return normed(m, x, p.norm)
 
 
 def project(m, p):
     """Hidden states to logits, the head gathered once however often the result is called."""
     w, eq = (weight(m, p.embed), "...d,vd->...v") if m.tied else (weight(m, p.unembed), "...d,dv->...v")
-    return lambda h: jnp.einsum(eq, h, w, preferred_element_type=jnp.float32)
+    return lambda h: nn.capped(jnp.einsum(eq, h, w, preferred_element_type=jnp.float32), m.logit_cap)
 
 
 def value(m, p, h: Float[Array, "B T D"]) -> Float[Array, "B T"]:

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from rljax.mesh import Strategy, spec_of
 from rljax.mesh.verbs import whole
-from rljax.model import attention, nn, order
-from rljax.model.blocks import Frame, attend, embed, look_up, norm, queries, rest, stacks
+from rljax.model import attention, order
+from rljax.model.blocks import Frame, attend, embed, look_up, norm, queries, rest, ropes, rule, stacks
 from rljax.model.table import UNROLL
 from rljax.types import Tokens
 
@@ -25,7 +25,7 @@ class Cache:
     """
 
     k: Float[Array, "L B C T K H"]
-    v: Float[Array, "L B C T K H"]
+    v: Float[Array, "L B C T K U"]
     routes: Int[Array, "L B C T 1 k"] | None = None  # the experts chosen, where training shall replay them
 
 
@@ -33,8 +33,8 @@ def fill(m, layers, x: Float[Array, "B T D"], frame: Frame, strategy: Strategy) 
     """A stack of layers on whole sequences, and their keys and values."""
 
     def layer(x, w):
-        q, k, v = queries(m, x, w, frame.rope)
-        x, _, routes = rest(m, x, attend(m, q, k, v, frame), w, frame.segments.q)
+        q, k, v = queries(m, x, w, frame.ropes)
+        x, _, routes = rest(m, x, attend(m, q, k, v, w, frame), w, frame.segments.q)
         routes = routes[:, :, None] if _replayed(m, w) else None
         return x, jax.tree.map(lambda y: order.stripes(y, strategy), Cache(k, v, routes))
 
@@ -58,17 +58,18 @@ def advance(
     stripes, slots = cache.k.shape[2:4]
     read = slots if window is None else min(slots, -(-window // stripes))
     positions = lengths[:, None] + jnp.arange(x.shape[1])[None]
-    rope = nn.rope(positions, m.head_dim, m.rope_theta)
-    mask = positions[:, :, None, None] >= order.positions(stripes, read)[None, None]
+    turned = ropes(m, positions)
+    distance = positions[:, :, None, None] - order.positions(stripes, read)[None, None]
     write = lambda name, cache, new, i: {name: order.append(getattr(cache, name), new, i, lengths)}
 
     def layer(carry, scanned):
         x, cache = carry
         i, w = scanned
-        q, k, v = queries(m, x, w, rope)
+        q, k, v = queries(m, x, w, turned)
+        how = rule(m, w)
         cache = cache.replace(**write("k", cache, k, i), **write("v", cache, v, i))
         k, v = (lax.dynamic_index_in_dim(c, i, keepdims=False)[:, :, :read] for c in (cache.k, cache.v))
-        x, _, routes = rest(m, x, attention.striped(q, k, v, mask), w, jnp.ones_like(positions))
+        x, _, routes = rest(m, x, attention.striped(q, k, v, how.reaches(distance), how), w, jnp.ones_like(positions))
         if _replayed(m, w):
             cache = cache.replace(**write("routes", cache, routes[:, :, None], i))
         return (x, cache), None

@@ -40,19 +40,20 @@ class Experts:
     scale: float = 1.0
     groups: int = 1  # experts are chosen within the best `top_groups` of so many groups
     top_groups: int = 1
+    group_by: int = 2  # a group is as good as the sum of so many of its best scores
     capacity: float | None = None  # None: no choice is dropped
     dispatch: str = "gather"  # tokens over expert, or "exchange" them: each is sent to its experts only
     balance: float = 0.0  # coefficient of the balance loss
     z: float = 0.0  # coefficient of the router z-loss
-    bias_rate: float = 0.0  # step of loss-free balancing; above 0 the router has a bias
+    bias_rate: float | None = None  # step of loss-free balancing by a bias of the router, or None: it has none
     replay: bool = False  # training repeats the sampler's choice of experts (arXiv:2510.11370)
 
     def __post_init__(self):
-        for field in ("count", "top_k", "width", "groups", "top_groups"):
+        for field in ("count", "top_k", "width", "groups", "top_groups", "group_by"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
         for field in ("shared", "balance", "z", "bias_rate"):
-            if getattr(self, field) < 0:
+            if (getattr(self, field) or 0) < 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be 0 (off) or above")
         if self.count % self.groups:
             raise ValueError(f"groups={self.groups} must divide count={self.count}")
@@ -111,12 +112,13 @@ def route(
 
 
 def _choose(m: Experts, scores: Float[Array, "B T E"], bias: Float[Array, "E"] | None) -> Int[Array, "B T k"]:
-    """Top k, of the best groups only: those with the largest sum of two scores (DeepSeek-V3, arXiv:2412.19437)."""
+    """Top k, of the best groups only: those with the largest sum of two scores (DeepSeek-V3, arXiv:2412.19437, section
+    2.1.2), or by the one largest (DeepSeek-V2, arXiv:2405.04434, section 2.2.2)."""
     scores = scores if bias is None else scores + bias[None, None]
     if m.groups > 1:
         size = m.count // m.groups
         grouped = nn.unfold(scores, 2, m.groups)
-        best = lax.top_k(jnp.sum(lax.top_k(grouped, min(2, size))[0], -1), m.top_groups)[1]
+        best = lax.top_k(jnp.sum(lax.top_k(grouped, min(m.group_by, size))[0], -1), m.top_groups)[1]
         allowed = jnp.any(best[..., None] == jnp.arange(m.groups)[None, None, None], -2)
         scores = nn.fold(jnp.where(allowed[..., None], grouped, -jnp.inf), 2)
     return lax.top_k(scores, m.top_k)[1]

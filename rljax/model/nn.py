@@ -1,7 +1,10 @@
 """The layers' arithmetic: functions of arrays, float32 where it decides."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import P, lax
 from jaxtyping import Array, Float, Int
 
@@ -72,24 +75,26 @@ def split(x) -> tuple[str, ...]:
     return tuple(axis for entry in spec_of(x).partitions[:-1] for axis in axes_of(entry))
 
 
-def rms_norm(x: Float[Array, "*B D"], w: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
-    """Root-mean-square normalization over the last dimension (Zhang and Sennrich 2019), in float32."""
+def rms_norm(x: Float[Array, "*B D"], w: Float[Array, "D"], eps: float, offset: bool = False) -> Float[Array, "*B D"]:
+    """Root-mean-square normalization over the last dimension (Zhang and Sennrich 2019), in float32.
+
+    With an offset it is multiplied by 1 + w.
+    """
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
-    return scale(y, w.astype(jnp.float32)).astype(x.dtype)
+    scaled = scale(y, w.astype(jnp.float32))
+    return (scaled + y if offset else scaled).astype(x.dtype)
 
 
-def rope(
-    positions: Int[Array, "B T"], head: int, theta: float
+def turn(
+    positions: Int[Array, "B T"], frequency: Float[np.ndarray, "H2"], amplitude: float = 1.0
 ) -> tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]:
     """Cosines and sines of rotary position embedding (Su et al. 2021): one table for every layer and head.
 
     The barrier keeps XLA from recomputing them inside each fusion that reads them.
     """
-    half = head // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
-    return lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+    return lax.optimization_barrier((jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude))
 
 
 def rotate(x: Float[Array, "B T N H"], table) -> Float[Array, "B T N H"]:
@@ -99,7 +104,15 @@ def rotate(x: Float[Array, "B T N H"], table) -> Float[Array, "B T N H"]:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def swiglu(x, gate, up, down):
-    """Feed-forward of Shazeer 2020: (silu(x gate) * (x up)) down; the result is placed like x."""
+def capped(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """x kept within -cap to cap, softly (Gemma 2, arXiv:2408.00118, section 2)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}  # what Decoder.activation may name
+
+
+def gated(x, gate, up, down, activation: str = "silu"):
+    """Feed-forward of Shazeer 2020: (activation(x gate) * (x up)) down; the result is placed like x."""
     h = whole(x)
-    return matmul(jax.nn.silu(matmul(h, gate)) * matmul(h, up), down, spec_of(x))
+    return matmul(ACTIVATIONS[activation](matmul(h, gate)) * matmul(h, up), down, spec_of(x))

@@ -15,16 +15,15 @@ and a last one in k's dtype, which goes home.
 """
 
 from functools import partial
-from math import sqrt
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from rljax.mesh import island, shards, spec_of
-from rljax.model.attention import MASKED, Segments
+from rljax.model.attention import MASKED, Rule, Segments
 from rljax.model.entries import at, put
 
 TILE = 512  # positions on a side of a tile, at most
@@ -33,10 +32,11 @@ TILE = 512  # positions on a side of a tile, at most
 def ring(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K U"],
     segments: Segments,
+    rule: Rule,
     tile: int = TILE,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N U"]:
     """Causal attention of dealt tokens, q, k and v alike split over seq; with seq = 1, plain blockwise attention.
 
     Tiles are the largest that divide a shard, up to `tile` on a side. Only keys and values travel: `segments.k` is
@@ -44,27 +44,27 @@ def ring(
     """
     t = q.shape[1] // shards(q, 1)
     m = t // max(c for c in range(1, tile + 1) if t % c == 0)
-    local = lambda q, k, v, *ids: _attend(m, q, k, v, Segments(*ids))
-    return island(local, spec_of(q))(q, k, v, *segments)
+    local = lambda q, k, v, near, *ids: _attend(m, rule._replace(near=None), q, k, v, near, Segments(*ids))
+    return island(local, spec_of(q))(q, k, v, rule.near, *segments)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(m: int, q, k, v, segments: Segments):
-    return _forward(m, q, k, v, segments)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(m: int, rule: Rule, q, k, v, near, segments: Segments):
+    return _forward(m, rule, q, k, v, near, segments)[0]
 
 
-def _forward(m: int, q, k, v, segments: Segments):
+def _forward(m: int, rule: Rule, q, k, v, near, segments: Segments):
     """The output; and for the backward pass, beside the inputs, the logarithm of every softmax's denominator."""
     n, rank = lax.axis_size("seq"), lax.axis_index("seq")
     fold = partial(_fold, m, k.shape[2])
     # bound to q, or JAX would compute the masks of all tiles ahead of all layers, and keep them
-    q, segments, rank = lax.optimization_barrier((q, segments, rank))
-    queries, kv, ids = fold(q), (fold(k), fold(v)), _fold_ids(m, segments)
+    q, near, segments, rank = lax.optimization_barrier((q, near, segments, rank))
+    queries, kv, ids, rule = fold(q), (fold(k), fold(v)), _fold_ids(m, segments), rule._replace(near=near)
 
     def tile(source, kv, state, pair):
         i, j = pair
         (key, value), (out, peak, total) = at(kv, j), at(state, i)
-        scores = _scores(at(queries, i), key, ids, i, j, rank, source)
+        scores = jnp.where(*_scores(rule, at(queries, i), key, ids, i, j, rank, source), MASKED)
         top = jnp.maximum(peak, jnp.max(scores, -1))
         # what a query summed before it saw a key is wiped out: its `old` is then exp(MASKED - a score) = 0
         weights, old = jnp.exp(scores - top[..., None]), jnp.exp(peak - top)
@@ -79,26 +79,27 @@ def _forward(m: int, q, k, v, segments: Segments):
         return _rotate(kv, 1), hop((rank - distance) % n, kv, state)
 
     zeros = jnp.zeros_like(queries[..., 0], jnp.float32)
-    state = jnp.zeros_like(queries, jnp.float32), zeros + MASKED, zeros
+    state = jnp.broadcast_to(zeros[..., None], (*zeros.shape, v.shape[-1])), zeros + MASKED, zeros
     if n > 1:
         kv, state = _hops(onward, (kv, state), jnp.arange(n - 1))
     out, peak, total = hop((rank + 1) % n, kv, state)
     out = _unfold(q.shape[1], out / total[..., None]).astype(q.dtype)
-    return out, (q, k, v, segments, out, peak + jnp.log(total))
+    return out, (q, k, v, near, segments, out, peak + jnp.log(total))
 
 
-def _backward(m: int, residuals, d_out):
+def _backward(m: int, rule: Rule, residuals, d_out):
     """FlashAttention-2's (Dao 2023, arXiv:2307.08691): probabilities are recomputed from the stored denominators.
 
     Gradients of keys and values travel in float32, so that they are rounded once however many devices add to them: in
     bfloat16 their error tripled at n = 32. Blocks go the other way round than in the forward pass, lest XLA take them
     for the same and keep those.
     """
-    q, k, v, segments, out, lse = residuals
+    q, k, v, near, segments, out, lse = residuals
     n, rank = lax.axis_size("seq"), lax.axis_index("seq")
     fold = partial(_fold, m, k.shape[2])
-    d_out, segments, rank = lax.optimization_barrier((d_out, segments, rank))  # as in `_forward`
+    d_out, near, segments, rank = lax.optimization_barrier((d_out, near, segments, rank))  # as in `_forward`
     queries, kv, ids, d_out = fold(q), (fold(k), fold(v)), _fold_ids(m, segments), fold(d_out)
+    rule = rule._replace(near=near)
     delta = jnp.sum(d_out.astype(jnp.float32) * fold(out), -1)
 
     def tile(source, kv, state, pair):
@@ -106,8 +107,10 @@ def _backward(m: int, residuals, d_out):
         dq, dkv = state
         query, d, norm, shift = at((queries, d_out, lse, delta), i)
         (key, value), (dk, dv) = at(kv, j), at(dkv, j)
-        p = jnp.exp(_scores(query, key, ids, i, j, rank, source) - norm[..., None])
-        ds = (p * (_dot("bkrh,bkth->bkrt", d, value) - shift[..., None])).astype(q.dtype)
+        sees, scores = _scores(rule, query, key, ids, i, j, rank, source)
+        p = jnp.exp(jnp.where(sees, scores, MASKED) - norm[..., None])
+        ds = p * (_dot("bkrh,bkth->bkrt", d, value) - shift[..., None])
+        ds = (ds if rule.cap is None else ds * (1 - (scores / rule.cap) ** 2)).astype(q.dtype)
         dv += _dot("bkrt,bkrh->bkth", p.astype(d.dtype), d)
         dk += _dot("bkrt,bkrh->bkth", ds, query)
         dq = put(dq, at(dq, i) + _dot("bkrt,bkth->bkrh", ds, key), i)
@@ -129,10 +132,10 @@ def _backward(m: int, residuals, d_out):
         behind = _rotate(dkv, -1)
         dq, own = hop((rank - 1) % n, kv, dq)
         dkv = _add(behind, own)
-    (dk, dv), scale = dkv, sqrt(q.shape[-1])
-    dk, dv = _rotate(((dk / scale).astype(k.dtype), dv.astype(v.dtype)), -1)
+    dk, dv = dkv
+    dk, dv = _rotate(((dk * rule.scale).astype(k.dtype), dv.astype(v.dtype)), -1)
     unfold = partial(_unfold, q.shape[1])
-    return unfold(dq / scale).astype(q.dtype), unfold(dk), unfold(dv), None
+    return unfold(dq * rule.scale).astype(q.dtype), unfold(dk), unfold(dv), None, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -144,14 +147,16 @@ def _pairs(m: int):
     return jnp.int32(i), jnp.int32(j)
 
 
-def _scores(query, key, ids: Segments, i, j, rank, source) -> Float[Array, "B K R C"]:
-    """Of query tile i of rank `rank` and key tile j of `source`, MASKED where the query does not see the key."""
+def _scores(
+    rule: Rule, query, key, ids: Segments, i, j, rank, source
+) -> tuple[Bool[Array, "B 1 R C"], Float[Array, "B K R C"]]:
+    """Which keys of tile j of `source` the queries of tile i of rank `rank` see, and all scores."""
     n, (m, _, c) = lax.axis_size("seq"), ids.q.shape
     position = lambda tile, shard: (tile * c + jnp.arange(c)) * n + shard
-    past = position(i, rank)[:, None] >= position(j, source)[None]
+    past = rule.reaches(position(i, rank)[:, None] - position(j, source)[None])
     sees = (at(ids.q, i)[:, :, None] == at(ids.k, source * m + j)[:, None]) & past[None]
-    scores = _dot("bkrh,bkth->bkrt", query, key) / sqrt(query.shape[-1])
-    return jnp.where(jnp.tile(sees, (1, query.shape[2] // c, 1))[:, None], scores, MASKED)
+    scores = rule.score(_dot("bkrh,bkth->bkrt", query, key))
+    return jnp.tile(sees, (1, query.shape[2] // c, 1))[:, None], scores
 
 
 _dot = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -39,15 +39,20 @@ class Work(NamedTuple):
 
 def blocks(m: Decoder, tokens: int, pairs: int, routed: int | None = None) -> Work:
     """`pairs` of queries and keys have their score computed. Experts compute `routed` rows, or k for each token."""
-    D, L, N, K, H, e = m.width, m.layers, m.heads, m.kv_heads, m.head_dim, m.experts
+    D, L, N, K, H, U, e, l = (
+        m.width, m.layers, m.heads, m.kv_heads, m.head_dim, m.value_dim, m.experts, m.latent
+    )  # fmt: skip
+    into = D * H * (N + 2 * K)
+    if l:
+        into = D * (l.queries + l.keys + l.turned) + N * (H * (l.queries or D) + l.keys * (l.plain + U))
     down = 2 * D * tokens * m.ffn * (m.dense if e else L)
     if e:
         rows = tokens * e.top_k if routed is None else routed
         down += 2 * D * (tokens * e.shared + rows * e.width) * (L - m.dense)
     return Work(
-        into=2 * L * tokens * D * H * (N + 2 * K) + 2 * down,
-        scores=2 * L * pairs * 2 * N * H,
-        out=2 * L * tokens * N * H * D,
+        into=2 * L * tokens * into + 2 * down,
+        scores=2 * L * pairs * N * (H + U),
+        out=2 * L * tokens * N * U * D,
         down=down,
         router=2 * (L - m.dense) * tokens * D * e.count if e else 0,
     )
@@ -73,7 +78,8 @@ def decode(m: Decoder, rows: int, reads: Iterable[int]) -> int:
 def cache(m: Decoder, layout: Layout, rows: int, slots: int) -> int:
     """Bytes of a device's keys and values of `slots` tokens a row. A device has a whole head at least."""
     heads = max(1, m.kv_heads // layout.tensor)
-    return rows // layout.rows * slots // layout.seq * m.layers * 2 * heads * m.head_dim * WIDTH[m.compute]
+    each = m.layers * heads * (m.head_dim + m.value_dim) * WIDTH[m.compute]
+    return rows // layout.rows * slots // layout.seq * each
 
 
 def predict(m: Decoder, place: Placement, rows: int, time: int) -> dict:
@@ -117,10 +123,12 @@ def train(m: Decoder, place: Placement, rows: int, time: int) -> int:
     work = blocks(m, tokens, pairs, _rows(m, layout, tokens) if m.experts else None)
     ways = [layout.tensor] * 4 + [layout.tensor if place.sequence_parallel else 1]
     work = Work(*(flops // n for flops, n in zip(work, ways, strict=True)))
-    kept = {"none": work.total, "names": work.down + work.out}.get(place.remat, work.down)
+    last = work.down if m.norms == "pre" else 0  # a norm after it reads it
+    kept = {"none": work.total, "names": work.down + work.out}.get(place.remat, last)
     again = work.total - kept + work.total * (layout.pipe > 1)
-    biases = 2 * tokens * m.layers * m.head_dim * (m.heads + 2 * m.kv_heads) * m.qkv_bias  # summed as products with 1
-    each = 3 * work.total + again + ring * work.scores // 2 + biases // layout.tensor
+    ones = m.head_dim * (m.heads + 2 * m.kv_heads) * m.qkv_bias + m.heads * (m.latent.turned if m.latent else 0)
+    sums = 2 * tokens * m.layers * ones // layout.tensor  # of biases' and shared keys' gradients: products with 1
+    each = 3 * work.total + again + ring * work.scores // 2 + sums
     return place.microbatches * (each // layout.pipe + 4 * logits(m, tokens) // layout.tensor)
 
 
@@ -160,7 +168,10 @@ def activations(m: Decoder, place: Placement, rows: int, time: int) -> int:
 
 
 def sent(m: Decoder, place: Placement, rows: int, time: int) -> Counter:
-    """{(kind, axis): bytes that a device sends in an update}; "replicas": the axes that gradients are summed over."""
+    """{(kind, axis): bytes that a device sends in an update}; "replicas": the axes that gradients are summed over.
+
+    Latents over tensor, and what norms over all heads sum there, are left out.
+    """
     tokens, found = _tokens(place, rows, time), Counter()
     for each in (_tensor, _context, _experts):
         for key, size in each(m, place, tokens).items():
@@ -214,7 +225,9 @@ def _tensor(m: Decoder, place: Placement, tokens: int) -> Counter:
     again, piped, kept = _again(place), place.layout.pipe > 1, place.remat in ("none", "names")
     stream, shared = _part(n, tokens * m.width * b), mixed * bool(e and e.shared)
     sums = layers * (2 + 2 * piped + (not kept)) + shared * (1 + piped)  # forward
-    found[AR, "tensor"] = 2 * _part(n, 4 * tokens) * 7 + 2 * _part(n, 4 * 2 * m.head_dim) * layers * m.qk_norm
+    found[AR, "tensor"] = 2 * _part(n, 4 * tokens) * 7 + 2 * _part(n, 4 * 2 * m.head_dim) * layers * (
+        m.qk_norm == "head"
+    )
     if place.sequence_parallel:
         found[AG, "tensor"] = stream * (layers * (4 + 2 * again) + 2)
         found[RS, "tensor"] = stream * (sums + 2 * layers + shared + 2)

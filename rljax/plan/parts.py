@@ -36,16 +36,23 @@ def parts(m: Decoder) -> list[Part]:
 def _stack(m: Decoder, layers: int, e: Experts | None, over: tuple[str, ...]) -> list[Part]:
     D, N, K, H = m.width, m.heads, m.kv_heads, m.head_dim
     part = lambda size, *axes, **kind: Part(layers * size, (*over, *axes), layers=layers, **kind)
+    every, l = m.qk_norm == "all", m.latent
+    if l:
+        into = N * H * (l.queries or D) + l.keys * N * (l.plain + l.value)
+        once, scales = D * (l.queries + l.keys + l.turned), l.queries + l.keys
+    else:
+        into, once, scales = D * H * (N + 2 * K), 0, 2 * H * (m.qk_norm == "head")
     found = [
-        part(D * H * 2 * (N + K) + 3 * D * (e.shared if e else m.ffn), "fsdp", "tensor"),
-        part(H * (N + 2 * K) * m.qkv_bias, "tensor", matrix=False),
-        part(2 * D + 2 * H * m.qk_norm, matrix=False),
+        part(into + N * m.value_dim * D + 3 * D * (e.shared if e else m.ffn), "fsdp", "tensor"),
+        part(once, "fsdp"),
+        part(H * (N + 2 * K) * m.qkv_bias + H * (N + K) * every, "tensor", matrix=False),
+        part(D * (4 if m.norms == "both" else 2) + scales, matrix=False),
     ]
     if e:
         found += [
             part(e.count * 3 * D * e.width, "expert", "fsdp", "tensor", routed=True),
             part(D * e.count, "fsdp"),
-            part(e.count * (e.bias_rate > 0), matrix=False),
+            part(e.count * (e.bias_rate is not None), matrix=False),
         ]
     return found
 
