@@ -1,16 +1,17 @@
 """Problems, tokenizers, rows and rewards: what each is by hand, and that order depends on (seed, step) alone."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rljax.assess.rewards import Completion, ExactMatch, score, total
+from rljax.assess.rewards import Completion, ExactMatch, LastNumber, score, total
 from rljax.data.files import Problems
-from rljax.data.problems import Addition, Problem, in_split
+from rljax.data.problems import Addition, Problem, SpokenAddition, in_split
 from rljax.data.rows import encode_prompts, examples, fit, real, take
-from rljax.data.tokenizer import Characters
+from rljax.data.tokenizer import Bytes, Characters
 from rljax.errors import UserError
 from rljax.types import PAD_UID, STOP, Assessed
 
@@ -54,7 +55,20 @@ def test_a_share_of_solutions_thinks():
         Addition(0)
 
 
-@pytest.mark.parametrize("task", [Addition(1), Addition(2), Addition(3)])
+def test_sums_asked_in_english():
+    found = SpokenAddition(10, 49).batch(300, 0, 1)
+    for problem in found:
+        asks, a, plus, b, rest = re.fullmatch(r"(What is) (\d+) (\+) (\d+)\? (.*)", problem.prompt).groups()
+        assert rest == "Answer with just the number." and 10 <= int(a) <= 49 and 10 <= int(b) <= 49
+        assert problem.answer == problem.solution == str(int(a) + int(b))
+    assert {"10", "49"} <= {word.rstrip("?") for problem in found for word in problem.prompt.split()}
+    with pytest.raises(ValueError, match="low=5 high=4: low must be"):
+        SpokenAddition(5, 4)
+    with pytest.raises(ValueError, match="low=1 high=1 leaves no held-out sums; raise high"):
+        SpokenAddition(1, 1)
+
+
+@pytest.mark.parametrize("task", [Addition(1), Addition(2), Addition(3), SpokenAddition(), SpokenAddition(1, 9)])
 def test_held_out_problems_are_never_trained_on(task):
     train = {p.prompt for step in range(1, 41) for p in task.batch(64, step % 3, step)}
     held = {p.prompt for seed in range(3) for p in task.batch(256, seed, 0, held_out=True)}
@@ -71,7 +85,7 @@ def test_one_prompt_in_ten_is_held_out():
 def test_a_batch_depends_on_seed_and_step_alone(tmp_path):
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) + "\n" for i in range(40)))
-    for task in (Addition(2), Problems(str(path))):
+    for task in (Addition(2), SpokenAddition(), Problems(str(path))):
         later = task.batch(4, 5, 9)
         for step in range(1, 12):
             task.batch(4, 5, step)
@@ -116,7 +130,7 @@ def test_without_a_held_out_file_the_hash_divides(tmp_path):
 def test_fields_are_read_by_name(tmp_path):
     rows = ['{"q": "a\u2028b", "a": 7, "why": "because"}', '{"q": "c", "a": "d", "extra": [1]}']
     apart = lines(tmp_path, *rows)
-    task = Problems(apart, "q", "a", "why", held_out_path=apart)
+    task = Problems(apart, "q", "why", answer="a", held_out_path=apart)
     assert task.batch(2, 0, 0, held_out=True) == [Problem("a\u2028b", "7", "because"), Problem("c", "d", None)]
 
 
@@ -167,6 +181,27 @@ def test_characters_there_and_back():
             Characters(alphabet)
 
 
+def test_bytes_there_and_back():
+    tokenizer = Bytes()
+    assert tokenizer.vocab == 258 and tokenizer.stop == (1,)
+    assert tokenizer.encode("a\x00é") == [99, 2, 0xC3 + 2, 0xA9 + 2] and tokenizer.encode("") == []
+    for text in ("347+586=", "naïve ☃ 你好 \U0001f600\r\n", "\x00\x7f"):
+        assert tokenizer.decode([*tokenizer.encode(text), 1]) == text
+    cut = tokenizer.encode("☃")[:2]  # half of a snowman, and bytes that begin nothing
+    unknown = "\N{REPLACEMENT CHARACTER}"
+    assert tokenizer.decode(np.array([*cut, 99, 257, 0x80 + 2])) == f"{unknown}a{unknown}{unknown}"
+    assert tokenizer.decode([0, 258, -1]) == f"\N{SYMBOL FOR NULL}{unknown}{unknown}"
+
+
+@pytest.mark.parametrize("tokenizer", [TEXT, Bytes()])
+def test_turns_without_a_chat_format_are_their_texts(tokenizer):
+    talk = [("system", "1"), ("user", "2="), ("assistant", "#3"), ("user", "+")]
+    encode = tokenizer.encode
+    assert tokenizer.prompt(talk[:2]) == encode("12=") and tokenizer.prompt([]) == [] == tokenizer.turns([])
+    said = [(encode("1"), False), (encode("2="), False), ([*encode("#3"), 1], True), (encode("+"), False)]
+    assert tokenizer.turns(talk) == said
+
+
 # Rows
 
 
@@ -197,10 +232,22 @@ def test_examples_learn_the_solution_and_its_stop_and_nothing_else():
     assert rollout.tokens.segments.sum(1).tolist() == rollout.length.tolist() == [7, 3]
     assert rollout.tokens.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 2, 0, 0, 0, 0, 0]]
     assert rollout.prompt_length.tolist() == [4, 2] and set(rollout.finish.tolist()) == {STOP}
-    with pytest.raises(UserError, match=r"max_prompt \+ max_new = 6 tokens, but an example has 7: '1\+2='"):
+    with pytest.raises(UserError, match=r"an example has 7 tokens .* max_prompt \+ max_new leave it 6; .*: '1\+2='"):
         examples([Problem("1+2=", "3", "#3")], TEXT, width=6)
     with pytest.raises(UserError, match=r"no solution to imitate for '1\+2='"):
         examples([Problem("1+2=", "3")], TEXT, width=8)
+
+
+@pytest.mark.pitfall("T-31")
+def test_an_example_begins_as_its_prompt_is_sampled_from_and_ends_with_its_only_stop_token():
+    problems = Addition(2, think=0.5).batch(20, 0, 1)
+    rows, prompts = examples(problems, TEXT, width=40), encode_prompts(problems, TEXT, 6, 1, 0)
+    assert len(prompts.uid) == 20 and prompts.dropped == 0
+    for ids, length, begin, prompt, size in zip(
+        rows.tokens.ids, rows.length, rows.prompt_length, prompts.ids, prompts.length, strict=True
+    ):
+        assert begin == size and ids[:begin].tolist() == prompt[:size].tolist()
+        assert np.flatnonzero(ids[:length] == TEXT.stop[0]).tolist() == [length - 1]
 
 
 def test_fit_pads_rows_that_weigh_nothing_and_columns_of_tokens():
@@ -240,6 +287,24 @@ def said(text: str, stopped: bool = True) -> Completion:
 ])  # fmt: skip
 def test_exact_match(text, stopped, after, reward):
     assert ExactMatch(after)(Problem("347+586=", "0933"), said(text, stopped)) == reward
+
+
+@pytest.mark.parametrize("text, reward", [
+    ("79", 1), ("44 + 35 = 79.", 1), ("The answer is **79**!", 1), ("79.0", 1), ("$79", 1), ("35+44=79", 1), ("079", 1),
+    ("79 is 44 + 35", 0), ("7.9", 0), ("-79", 0), ("is -79", 0), ("114-35", 0), ("790", 0), ("79,000", 0), ("7,9", 0),
+    ("79, 80", 0), ("80, 79", 1), ("1,079", 0), ("seventy-nine", 0), ("", 0), ("x-79", 1), ("79%", 1), ("79.5", 0),
+])  # fmt: skip
+def test_the_last_number(text, reward):
+    problem = Problem("What is 44 + 35?", "79")
+    assert LastNumber()(problem, said(text)) == reward
+    assert LastNumber()(problem, said(text, stopped=False)) == 0  # "79" may have been going to be "790"
+
+
+def test_numbers_of_any_size_and_sign():
+    for answer, text in (("-12", "x = -12."), ("1234567.5", "1,234,567.50"), ("1,234", "1234"), ("0.5", "is 0.50")):
+        assert LastNumber()(Problem("q", answer), said(text)) == 1
+    with pytest.raises(UserError, match=r"rewards.0 \(LastNumber\) .* the answer 'blue' holds no number"):
+        score((LastNumber(),), [Problem("q", "blue")], [said("7")])
 
 
 def test_a_reward_that_does_not_apply_is_not_0():

@@ -1,12 +1,17 @@
 """Rewards: verifiers on the host. A reward is (problem, completion) -> float, or None where it does not apply."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 import numpy as np
 
 from rljax.data.problems import Problem
 from rljax.errors import UserError
+
+# Digits, grouped by commas or not, with a fraction or not; a sign, unless it may be a minus between two terms.
+NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,24 @@ class ExactMatch:
     def __call__(self, problem: Problem, completion: Completion) -> float:
         _, found, said = completion.text.rpartition(self.after) if self.after else ("", True, completion.text)
         return float(bool(found) and completion.stopped and said.strip() == problem.answer)
+
+
+@dataclass(frozen=True)
+class LastNumber:
+    """1 if the last number of the text equals that of the answer and the completion ended by itself, else 0.
+
+    "44 + 35 = 79.", "**79**" and "79.0" all say 79. What was cut short may have lost a digit, so it earns nothing.
+    """
+
+    def __call__(self, problem: Problem, completion: Completion) -> float:
+        if (right := last_number(problem.answer)) is None:
+            raise ValueError(f"the answer {problem.answer!r} holds no number")
+        return float(completion.stopped and last_number(completion.text) == right)
+
+
+def last_number(text: str) -> Decimal | None:
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
 """Examples of what to prefer, to judge and to say, as rows of token ids.
 
-What does not fit in a row is an error, as in `rows.examples`; only the steps of a solution are cut, whole steps at a
-time, for each is judged by itself. Scores are `[B 0]`: no reward was asked.
+What does not fit in a row is an error; only the steps of a solution are cut, whole steps at a time, for each is judged
+by itself. Scores are `[B 0]`: no reward was asked.
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from jaxtyping import Float
 
 from rljax.data.problems import Problem
-from rljax.data.rows import Sequence, continued, lay, put
+from rljax.data.rows import Sequence, continued, fitting, lay, put
 from rljax.data.rows import examples as solved
-from rljax.data.tokenizer import Tokenizer
+from rljax.data.tokenizer import Tokenizer, Turn, ended
 from rljax.errors import UserError, nearest
 from rljax.types import LENGTH, STOP, Assessed, Rollout
 
@@ -49,7 +50,12 @@ class Solution(Problem):
 class Conversation(Problem):
     """Turns (role, text) of a conversation, whose assistant is to be imitated."""
 
-    turns: tuple[tuple[str, str], ...]
+    turns: tuple[Turn, ...]
+
+    @property
+    def asked(self) -> tuple[Turn, ...]:
+        """The turns before the assistant's first."""
+        return tuple(takewhile(lambda turn: turn[0] != "assistant", self.turns))
 
 
 def pairs(problems: list[Pair], tokenizer: Tokenizer, columns: int, separator: str | None = None) -> Assessed:
@@ -61,16 +67,17 @@ def pairs(problems: list[Pair], tokenizer: Tokenizer, columns: int, separator: s
     With a `separator` completions are steps (Step-DPO, arXiv:2406.18629): the prompt goes on with the right
     `steps`, and they and the two that are compared each end with the separator's token rather than a stop token.
     """
-    end = [tokenizer.stop[0]] if separator is None else [one_token(tokenizer, separator)]
+    end = None if separator is None else one_token(tokenizer, separator)
+    completion = lambda text: ended(tokenizer, text) if end is None else [*tokenizer.encode(text), end]
     rows = []
     for pair in problems:
         prompt = encoded_prompt(pair, tokenizer)
         if pair.steps and separator is None:
             raise UserError(f"a pair has steps, but there is no separator to end each with: {pair.prompt!r}")
         for step in pair.steps:
-            prompt = [*prompt, *tokenizer.encode(step), *end]
-        both = [continued(prompt, [*tokenizer.encode(text), *end]) for text in (pair.chosen, pair.rejected)]
-        rows.append(fitting(both, columns, "pair", pair))
+            prompt = [*prompt, *completion(step)]
+        both = [continued(prompt, completion(text)) for text in (pair.chosen, pair.rejected)]
+        rows.append(fitting(both, columns, "a pair", pair))
     rollout, target = lay(rows, columns), None
     if any(pair.margin is not None for pair in problems):
         margin = np.array([[pair.margin or 0] for pair in problems], np.float32)
@@ -82,8 +89,9 @@ def labelled(problems: list[Judged], tokenizer: Tokenizer, columns: int) -> Asse
     """One completion a row, for KTO: `advantages` are 1 on the tokens of a desirable one and -1 on others'."""
     rows = []
     for judged in problems:
-        completion = [*tokenizer.encode(judged.completion), tokenizer.stop[0]]
-        rows.append(fitting([continued(encoded_prompt(judged, tokenizer), completion)], columns, "completion", judged))
+        completion = ended(tokenizer, judged.completion)
+        sequence = continued(encoded_prompt(judged, tokenizer), completion)
+        rows.append(fitting([sequence], columns, "a completion", judged))
     rollout = lay(rows, columns)
     sign = np.array([[1 if judged.desirable else -1] for judged in problems], np.float32)
     return assessed(rollout, advantages=np.where(rollout.mask, sign, 0))
@@ -97,7 +105,7 @@ def mismatched(problems: list[Judged], tokenizer: Tokenizer, columns: int) -> As
     UserError where that leaves none.
     """
     prompts = [encoded_prompt(judged, tokenizer) for judged in problems]
-    completions = [[*tokenizer.encode(judged.completion), tokenizer.stop[0]] for judged in problems]
+    completions = [ended(tokenizer, judged.completion) for judged in problems]
     rows, uid = [], []
     for i, prompt in enumerate(prompts):
         others = ((i + k) % len(problems) for k in range(1, len(problems)))
@@ -134,7 +142,7 @@ def steps(problems: list[Solution], tokenizer: Tokenizer, columns: int, separato
                 break
             row = Sequence(row.ids + ids, row.learned + [False] * (len(ids) - 1) + [True])
             kept += 1
-        rows.append(fitting([row], columns, "first step", solution))
+        rows.append(fitting([row], columns, "a first step", solution))
         labels += solution.labels[:kept]
         finish.append(STOP if kept == len(solution.steps) else LENGTH)
     rollout = lay(rows, columns).replace(finish=np.array(finish, np.int32))
@@ -144,24 +152,19 @@ def steps(problems: list[Solution], tokenizer: Tokenizer, columns: int, separato
 
 
 def turns(problems: list[Conversation], tokenizer: Tokenizer, columns: int) -> Assessed:
-    """A conversation a row: the mask is on every turn of the assistant, each ended by a stop token, and on no other.
-
-    A turn is encoded by itself, so what a conversation began with is a prefix of its ids; marks of a chat format are
-    part of the turns' text.
-    """
+    """A conversation a row: the mask is on every turn of the assistant, each ended by a stop token, and on no other."""
     rows = []
     for conversation in problems:
-        ids, learned = [], []
-        for role, text in conversation.turns:
+        for role, _ in conversation.turns:
             if role not in ROLES:
                 raise UserError(f"a turn has role {role!r}: {nearest(role, ROLES)}; prompt {conversation.prompt!r}")
-            speaks = role == "assistant"
-            said = tokenizer.encode(text) + [tokenizer.stop[0]] * speaks
-            ids, learned = ids + said, learned + [speaks] * len(said)
+        spans = tokenizer.turns(conversation.turns)
+        ids = [i for span in spans for i in span.ids]
+        learned = [span.said for span in spans for _ in span.ids]
         if not any(learned) or learned[0]:
             rule = "must have a turn of the assistant, and another with text before it"
             raise UserError(f"a conversation {rule}: {str(conversation.turns)[:60]}")
-        rows.append(fitting([Sequence(ids, learned)], columns, "conversation", conversation))
+        rows.append(fitting([Sequence(ids, learned)], columns, "a conversation", conversation))
     return assessed(lay(rows, columns))
 
 
@@ -213,16 +216,9 @@ def assessed(rollout: Rollout, **found) -> Assessed:
 
 def encoded_prompt(problem: Problem, tokenizer: Tokenizer) -> list[int]:
     """Ids of a prompt; UserError where there is none, for then nothing precedes the first token to learn."""
-    if not (ids := tokenizer.encode(problem.prompt)):
+    if not (ids := tokenizer.prompt(problem.asked)):
         raise UserError(f"an example has an empty prompt: {str(problem)[:60]}")
     return ids
-
-
-def fitting(sequences: list[Sequence], columns: int, what: str, problem: Problem) -> tuple[Sequence, ...]:
-    """The sequences of a row; UserError where they are longer than it."""
-    if (need := sum(len(sequence.ids) for sequence in sequences)) > columns:
-        raise UserError(f"rows have {columns} tokens, but a {what} needs {need} with its prompt: {problem.prompt!r}")
-    return tuple(sequences)
 
 
 def one_token(tokenizer: Tokenizer, separator: str) -> int:

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import product
 from typing import Protocol
 
 import numpy as np
+
+from rljax.data.tokenizer import Turn
 
 HELD_OUT = 0.1  # share of prompts, by hash, that training never sees
 
@@ -16,6 +19,11 @@ class Problem:
     prompt: str
     answer: str
     solution: str | None = None
+
+    @property
+    def asked(self) -> tuple[Turn, ...]:
+        """The turns that precede the answer."""
+        return (("user", self.prompt),)
 
 
 class Task(Protocol):
@@ -66,3 +74,32 @@ class Addition:
             x, y, carry = x // 10, y // 10, total // 10
         answer = f"{a + b:0{self.digits + 1}d}"
         return Problem(f"{a}+{b}=", answer, (";".join(columns) if thinks else "") + "#" + answer)
+
+
+@dataclass(frozen=True)
+class SpokenAddition:
+    """Sums of two numbers from `low` to `high`, asked in English. The solution to imitate is the bare number."""
+
+    low: int = 10
+    high: int = 49
+
+    def __post_init__(self):
+        if not 0 <= self.low <= self.high:
+            raise ValueError(f"low={self.low} high={self.high}: low must be at least 0 and at most high")
+        for held_out in (False, True):  # of few sums, the hash may choose none
+            if not any(in_split(_asks(a, b), held_out) for a, b in product(range(self.low, self.high + 1), repeat=2)):
+                what = "held-out sums" if held_out else "sums to train on"
+                raise ValueError(f"low={self.low} high={self.high} leaves no {what}; raise high")
+
+    def batch(self, count: int, seed: int, step: int, held_out: bool = False) -> list[Problem]:
+        rng = np.random.default_rng([seed, step, held_out])
+        problems = []
+        while len(problems) < count:
+            a, b = (int(x) for x in rng.integers(self.low, self.high + 1, 2))
+            if in_split(_asks(a, b), held_out):
+                problems.append(Problem(_asks(a, b), str(a + b), str(a + b)))
+        return problems
+
+
+def _asks(a: int, b: int) -> str:
+    return f"What is {a} + {b}? Answer with just the number."

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from rljax.data.problems import Problem
-from rljax.data.tokenizer import Tokenizer
+from rljax.data.tokenizer import Tokenizer, ended
 from rljax.errors import UserError
 from rljax.types import PAD_UID, STOP, Assessed, Rollout, Tokens
 
@@ -29,7 +29,7 @@ def encode_prompts(
     A longer prompt is dropped and counted; a UserError if that leaves none. Uids count from `first_uid`, dropped
     prompts included, so that a prompt's draws do not depend on its neighbors.
     """
-    encoded = [tokenizer.encode(problem.prompt) for problem in problems]
+    encoded = [tokenizer.prompt(problem.asked) for problem in problems]
     fits = [u for u, ids in enumerate(encoded) if 0 < len(ids) <= longest]
     if not fits:
         sizes = sorted(len(ids) for ids in encoded)
@@ -62,6 +62,14 @@ class Sequence(NamedTuple):
 def continued(prompt: list[int], completion: list[int]) -> Sequence:
     """A prompt, and a completion to learn."""
     return Sequence([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
+
+
+def fitting(sequences: list[Sequence], columns: int, what: str, problem: Problem) -> tuple[Sequence, ...]:
+    """The sequences of a row; UserError where they are longer than it."""
+    if (need := sum(len(sequence.ids) for sequence in sequences)) > columns:
+        rule = f"but max_prompt + max_new leave it {columns}; raise either"
+        raise UserError(f"{what} has {need} tokens with its prompt, {rule}: {problem.prompt!r}")
+    return tuple(sequences)
 
 
 def lay(rows: list[tuple[Sequence, ...]], columns: int) -> Rollout:
@@ -101,11 +109,8 @@ def examples(problems: list[Problem], tokenizer: Tokenizer, width: int) -> Rollo
     for problem in problems:
         if problem.solution is None:
             raise UserError(f"the task has no solution to imitate for {problem.prompt!r}")
-        prompt, solution = tokenizer.encode(problem.prompt), [*tokenizer.encode(problem.solution), tokenizer.stop[0]]
-        if len(prompt) + len(solution) > width:
-            need = len(prompt) + len(solution)
-            raise UserError(f"max_prompt + max_new = {width} tokens, but an example has {need}: {problem.prompt!r}")
-        rows.append((continued(prompt, solution),))
+        prompt, solution = tokenizer.prompt(problem.asked), ended(tokenizer, problem.solution)
+        rows.append(fitting([continued(prompt, solution)], width, "an example", problem))
     return lay(rows, width)
 
 

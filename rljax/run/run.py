@@ -135,7 +135,7 @@ class Run:
     resample: Resample | None = None
     pairs: Pairing = Pairing()
     separator: str | None = None  # what ends a step of a worked solution, one token
-    keep_reference: bool = False  # of a supervised run: score all examples first, then free the reference's devices
+    keep_reference: bool = False  # of a supervised run: score all examples into a file, free the reference's devices
     steps: int = 100
     until: Callable | None = None  # (metrics of an evaluated step) -> stop here?
     seed: int = 0

@@ -45,7 +45,8 @@ def complete(
     run: Run, stages: Stages, params, texts: list[str], ids: list[str], sampling: Sampling, n: int, seed: int
 ) -> Iterator[dict]:
     """n completions of each prompt, prompts given as text first, then as ids: prompt, text, ids, log-probabilities."""
-    prompts = [run.tokenizer.encode(text) for text in texts] + [_ids(line, stages.actor.lm.vocab) for line in ids]
+    prompts = [run.tokenizer.prompt([("user", text)]) for text in texts]
+    prompts += [_ids(line, stages.actor.lm.vocab) for line in ids]
     if not prompts:
         raise UserError('nothing to complete: give --prompt TEXT or --ids "1 2 3"')
     if not all(prompts):
