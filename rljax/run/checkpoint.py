@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from rljax.errors import UserError
-from rljax.model.table import LM, abstract, graft, init, is_tensor
+from rljax.model.table import LM, abstract, completed, is_tensor
 from rljax.run.run import Checkpoints
 from rljax.types import TrainState
 
@@ -91,7 +91,7 @@ class Restored(NamedTuple):
     """A role as a run left it."""
 
     params: object
-    step: int
+    step: int | None  # of the run
     moments: list[float]  # of the returns that its values are scaled by
 
 
@@ -118,13 +118,7 @@ def parameters(
         kept = _kept(run_dir, where / str(step) / role, model)
         items = {role: ocp.args.StandardRestore(abstract(kept.table, mesh, zero)), "info": ocp.args.JsonRestore()}
         found = manager.restore(step, args=ocp.args.Composite(**items))
-    lm = model.build(heads)
-    if lm.table == kept.table:
-        params = found[role]
-    else:
-        with jax.set_mesh(mesh):
-            fresh = jax.jit(lambda: init(lm.table, jax.random.key(seed), zero))()
-        params = graft(lm.table, kept.table, found[role], fresh)
+    params = completed(model.build(heads).table, kept.table, found[role], mesh, zero, seed)
     return Restored(params, step, found["info"]["moments"][role])
 
 

@@ -144,9 +144,7 @@ def run_directory(target: str) -> Path:
         raise UserError(
             f"{target} does not exist; {nearest(path.name, beside)}" if beside else f"{target} does not exist"
         )
-    raise UserError(
-        f"{target} is no run directory (no config.json of a run); checkpoints of other kinds are not supported yet"
-    )
+    raise UserError(f"{target} is no run directory: it has no config.json of a run")
 
 
 def _git() -> dict | None:

@@ -18,6 +18,7 @@ from rljax.run.checkpoint import Saver, parameters
 from rljax.run.directory import run_directory, write_json
 from rljax.run.display import Display
 from rljax.run.evaluate import held_out, measure, verifiers_of
+from rljax.run.imported import imported, is_checkpoint
 from rljax.run.metrics import JsonLines, MetricsLog, read, truncate
 from rljax.run.reference import keep
 from rljax.run.run import Fresh, Run, Warm
@@ -86,7 +87,9 @@ def train(run: Run, mesh: MeshFile, where: Path, config: dict, display: Display)
         return _train(chain[-1], build(chain[-1].run, mesh), log, samples, display, stopped)
 
 
-def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict[str, TrainState], dict, dict]:
+def first_states(
+    phase: Phase, stages: Stages, at: dict[str, int], display: Display | None = None
+) -> tuple[dict[str, TrainState], dict, dict]:
     """(states before the first step, parameters of frozen roles, {role: the step of the run directory it is from}).
 
     `at` says which steps these were when the run was begun; else they are the latest.
@@ -94,10 +97,15 @@ def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict
     run, states, frozen, steps = phase.run, {}, {}, {}
 
     def found(role: str, place, of: str):
-        start, heads = run.roles[of].start, run.heads(role)
+        start, heads, model = run.roles[of].start, run.heads(role), run.roles[role].lm
+        if isinstance(start, str) and is_checkpoint(start):
+            told = display and (lambda done, size: display.stage(f"read {role} {done / size:.0%}"))
+            return imported(
+                start, model, heads, place.mesh, place.placement.zero, seed=run.seed, progress=told, role=role
+            )
         where = Path(start.where) if isinstance(start, Warm) else run_directory(start)
         restored = parameters(
-            where, run.roles[role].lm, heads, place.mesh, place.placement.zero, at.get(role), role=role, seed=run.seed
+            where, model, heads, place.mesh, place.placement.zero, at.get(role), role=role, seed=run.seed
         )
         steps[role] = restored.step
         return restored
@@ -122,11 +130,11 @@ def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict
 
 def _warm_up(phase: Phase, stages: Stages, log, display, stopped) -> None:
     """Takes the steps that are left of a run that another starts from."""
-    states, frozen, _ = first_states(phase, stages, {})
+    display.phase(phase.name, phase.run.steps)
+    states, frozen, _ = first_states(phase, stages, {}, display)
     keep_reference(phase, stages, frozen)
     states, first, done, seconds = resumed(phase, stages, states)
     if not done:
-        display.phase(phase.name, phase.run.steps)
         steps(phase, stages, states, frozen, first, seconds, log, None, display, stopped)
 
 
@@ -134,8 +142,8 @@ def _train(phase: Phase, stages: Stages, log, samples, display, stopped) -> dict
     run, where = phase.run, phase.where
     path = where / "summary.json"
     begun = json.loads(path.read_text()) if phase.latest is not None and path.exists() else {}
-    states, frozen, start = first_states(phase, stages, begun.get("start") or {})
     display.phase(phase.name, run.steps)
+    states, frozen, start = first_states(phase, stages, begun.get("start") or {}, display)
     keep_reference(phase, stages, frozen)
     if not begun:
         display.stage("evaluate")
