@@ -23,12 +23,13 @@ PUBLISHED = {
     "GEMMA_2_27B": 27_227_128_320, "GEMMA_3_270M": 268_098_176, "GEMMA_3_1B": 999_885_952,
     "GEMMA_3_4B": 4_300_079_472 - VISION(2560), "GEMMA_3_12B": 12_187_325_040 - VISION(3840),
     "GEMMA_3_27B": 27_432_406_640 - VISION(5376), "OLMO_2_7B": 7_298_617_344, "OLMO_2_13B": 13_716_198_400,
-    "PHI_3_MINI_4K": 3_821_079_552, "DEEPSEEK_V2_LITE": 15_706_484_224, "DEEPSEEK_V3": 671_026_419_200,
+    "PHI_3_MINI_4K": 3_821_079_552, "DEEPSEEK_LLM_7B": 6_910_365_696,
+    "DEEPSEEK_V2_LITE": 15_706_484_224, "DEEPSEEK_V3": 671_026_419_200,
 }  # fmt: skip
 ALL = {name: value for name, value in vars(presets).items() if isinstance(value, Decoder)}
 FAMILY = dict(
     SMOLLM2="llama", LLAMA="llama", MISTRAL="mistral", MIXTRAL="mixtral", QWEN2="qwen2", QWEN3="qwen3",
-    GEMMA_2="gemma2", GEMMA_3="gemma3_text", OLMO="olmo2", PHI="phi3", DEEPSEEK_V2="deepseek_v2",
+    GEMMA_2="gemma2", GEMMA_3="gemma3_text", OLMO="olmo2", PHI="phi3", DEEPSEEK_LLM="llama", DEEPSEEK_V2="deepseek_v2",
     DEEPSEEK_V3="deepseek_v3",
 )  # fmt: skip
 

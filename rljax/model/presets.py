@@ -83,6 +83,9 @@ OLMO_2_13B = _olmo2(5120, 40, 40, 40, 128, 13824)
 PHI_3_MINI_4K = _decoder(32064, 3072, 32, 32, 32, 96, 8192, norm_eps=1e-5, window=2047)
 
 
+DEEPSEEK_LLM_7B = _decoder(102400, 4096, 30, 32, 32, 128, 11008)  # and DeepSeekMath
+
+
 def _deepseek(vocab: int, width: int, layers: int, heads: int, ffn: int, mscale: float, queries: int, **options):
     return _decoder(
         vocab, width, layers, heads, heads, 192, ffn, rope_scaling=Yarn(40.0, 4096),
