@@ -34,6 +34,7 @@ from rljax.plan import parts
 from rljax.plan.topology import apart, report, topology
 from rljax.run.checkpoint import parameters
 from rljax.run.place import OPTIONS, Place
+from rljax.run.reference import checksums
 from rljax.run.roles import frozen
 from rljax.run.run import Fresh, Pairing, Role
 from rljax.train.master import masters
@@ -335,6 +336,27 @@ def test_a_judge_in_8_bits_computes_with_what_it_holds_on_every_layout(case, kin
     assert parts.frozen(table, layout, zero, None) > 2 * nbytes  # at widths of 32, where scales are not few
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8", "bfloat16", "float32"])
+def test_every_way_to_a_judge_holds_the_same(kind):
+    """Weights of another mesh or its own, as read from a checkpoint, whose source may go. Fresh ones are as narrow; all
+    have a checksum."""
+    lm, placement = tiny.MODELS["rich"].build(), Placement(layout=FSDP_TENSOR, zero=3)
+    place = Place(FSDP_TENSOR.mesh(), placement, 1)
+    judge = frozen(lm, place, tiny.same, kind)
+    apart, own = (
+        jax.device_put(tiny.weights("rich"), shardings(lm.table, mesh, 3)) for mesh in (ONE.mesh(), place.mesh)
+    )
+    copied, again, read = judge.freeze(apart), judge.freeze(own), judge.hold(own)
+    for x in jax.tree.leaves((apart, own)):
+        x.delete()
+    assert tiny.identical(copied, again) and tiny.identical(copied, read)
+    fresh, sums = judge.begin(0), jax.device_get(jax.tree.leaves(checksums(copied)))
+    for tree in (again, read, fresh):
+        like = lambda x, y: x.dtype == y.dtype and x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        assert all(jax.tree.leaves(jax.tree.map(like, copied, tree)))
+    assert len({int(x) for x in sums}) > len(sums) // 2
+
+
 def test_a_large_models_judge_holds_a_byte_a_parameter():
     m = Decoder(vocab=32000, width=2048, layers=16, heads=16, kv_heads=8, head_dim=128, ffn=8192)
     for kind, width in (("int8", 1), ("float8", 1), ("bfloat16", 2), ("float32", 4), (None, 4)):
@@ -342,6 +364,7 @@ def test_a_large_models_judge_holds_a_byte_a_parameter():
         assert held / (parts.parameters(m).total / 8) == pytest.approx(width, rel=0.02)
 
 
+@pytest.mark.pitfall("T-63")
 def test_a_frozen_role_in_bfloat16_computes_as_it_multiplies():
     """Held or cast, a matrix is rounded once."""
     narrow, logp = scored("rich", FSDP_TENSOR, "bfloat16", "bfloat16")
