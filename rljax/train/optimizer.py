@@ -17,7 +17,7 @@ class AdamW:
     them towards `floor` times its peak, which one update more would have (`"linear"`, `"cosine"`).
 
     With `moments="bfloat16"` both are held so between updates, which are computed in float32: 4 bytes a parameter for
-    8, as DeepSeek-V3 was trained (arXiv:2412.19437, section 3.3.1). A moment then stops moving within 2^-8 / (1 - b) of
+    8, as DeepSeek-V3 was trained (arXiv:2412.19437, section 3.3.3). A moment then stops moving within 2^-8 / (1 - b) of
     what it tends to: the second, at b2=0.95, within 8 %, so steps within 4 %; decays above 1 - 2^-8 would not move it
     at all and are refused. Measured: docs/precision.md.
     """
