@@ -57,8 +57,8 @@ def trained(
     zero = place.placement.zero
     kl = objective.kl or objective.kl_in_reward
     optimizer = optimizer(map_table(lambda t: t.matrix, lm.table))
-    begun = jax.jit(lambda params: start(lm, params, optimizer, zero, kl, dtype))
     born = jax.jit(lambda seed: start(lm, init(lm.table, jax.random.key(seed), zero), optimizer, zero, kl, dtype))
+    begun = jax.jit(lambda params: start(lm, params, optimizer, zero, kl, dtype))
     updated = compiled(
         partial(
             update, lm=lm, objective=objective, optimizer=optimizer, adjust=adjust, on_policy=on_policy,
