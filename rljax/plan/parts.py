@@ -119,7 +119,7 @@ def state(m: Decoder, layout: Layout, zero: int, widths: Widths = OURS) -> State
 
 
 def frozen(table, layout: Layout, zero: int, params: str | None) -> int:
-    """Bytes of a device for the parameters of a role that is not trained, held as `Role.params` says; None is float32."""
+    """Bytes of a device for the parameters of a frozen role, held as `Role.params` says; None counts as float32."""
     share = lambda size, spec: size // prod(getattr(layout, axis) for axis in split_over(spec))
 
     def held(t) -> int:
