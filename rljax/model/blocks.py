@@ -17,6 +17,7 @@ from rljax.mesh import Strategy, gather, island, reduced, shards, spec_of
 from rljax.mesh.verbs import axes_of, rows, split_over, without
 from rljax.model import attention, latent, moe, nn
 from rljax.model.context import across
+from rljax.model.quantize import dense
 from rljax.model.rope import frequencies
 from rljax.types import Tokens
 
@@ -40,7 +41,7 @@ class Frame:
 
 def weight(m, w: Array) -> Array:
     """A matrix as its matmul reads it: in the compute dtype, whole over fsdp."""
-    return gather(reduced(w.astype(m.compute)), "fsdp")
+    return gather(reduced(dense(w, m.compute)), "fsdp")
 
 
 def embed(m, p, tokens: Tokens, strategy: Strategy) -> tuple[Float[Array, "B T D"], Frame]:
@@ -104,7 +105,7 @@ def stacks(m, p, frame: Frame | None = None, start: int = 0) -> list:
 
     Of the second there may be but a part, from layer `start` of that stack on.
     """
-    part = lambda x: lax.dynamic_slice_in_dim(x, start, len(p.layers.wo))
+    part = lambda x: lax.dynamic_slice_in_dim(x, start, len(jax.tree.leaves(p.layers)[0]))
     routes = frame and jax.tree.map(part, frame.routes)
     some = len({*m.near}) > 1
     first = p.first.replace(near=jnp.array(m.near[: m.dense])) if m.dense and some else p.first

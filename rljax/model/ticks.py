@@ -139,4 +139,5 @@ def _learn(s: Stage, r, sums: Sums, dw):
 
 
 def _add_head(s: Stage, total, g):
+    g = jax.tree.map(lambda g: g.astype(jnp.float32), g)
     return add(total, stage.scattered(s.strategy.zero, s.lm.table.replace(layers=None), g))

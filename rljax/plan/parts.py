@@ -6,9 +6,14 @@ They come in groups that lie alike, which is also what decides where they are ga
 from math import prod
 from typing import NamedTuple
 
+import jax
+
 from rljax.mesh import Layout
+from rljax.mesh.verbs import split_over
 from rljax.model.decoder import Decoder
 from rljax.model.moe import Experts
+from rljax.model.quantize import contracted, eight, scales
+from rljax.model.table import is_tensor
 
 
 class Part(NamedTuple):
@@ -75,7 +80,7 @@ def parameters(m: Decoder) -> Parameters:
 
 
 class Widths(NamedTuple):
-    """Bytes of a parameter."""
+    """Bytes of a matrix's element. Norms and biases are float32 and their own master, whatever matrices are."""
 
     params: int
     gradients: int
@@ -84,6 +89,12 @@ class Widths(NamedTuple):
 
 
 OURS = Widths(4, 4, 0, 8)  # parameters are their own float32 master
+
+
+def widths(params: str = "float32", moments: str = "float32") -> Widths:
+    """Those of a trained `Role.params` and of `AdamW.moments`."""
+    narrow = params == "bfloat16"
+    return Widths(4 - 2 * narrow, 4, 4 * narrow, 8 if moments == "float32" else 4)
 
 
 class State(NamedTuple):
@@ -96,5 +107,24 @@ class State(NamedTuple):
 
 def state(m: Decoder, layout: Layout, zero: int, widths: Widths = OURS) -> State:
     """ZeRO (Rajbhandari et al. 2020, figure 1): of P elements over n replicas 4P, 2P + 2P/n, P + 3P/n or 4P/n."""
-    held = lambda level: sum(part.share(layout, zero >= level) for part in parts(m))
-    return State(held(3) * widths.params, held(2) * widths.gradients, held(1) * (widths.master + widths.moments))
+
+    def held(level: int, matrix: int, other: int) -> int:
+        return sum(part.share(layout, zero >= level) * (matrix if part.matrix else other) for part in parts(m))
+
+    return State(
+        held(3, widths.params, OURS.params),
+        held(2, widths.gradients, widths.gradients),
+        held(1, widths.master + widths.moments, OURS.master + widths.moments),
+    )
+
+
+def frozen(table, layout: Layout, zero: int, params: str | None) -> int:
+    """Bytes of a device for the parameters of a frozen role, held as `Role.params` says; None counts as float32."""
+    share = lambda size, spec: size // prod(getattr(layout, axis) for axis in split_over(spec))
+
+    def held(t) -> int:
+        if eight(t, params):
+            return share(t.size, t.placed(zero)) + 4 * share(t.size // t.shape[contracted(t)], scales(t, t.spec))
+        return share(t.size, t.placed(zero)) * (2 if params == "bfloat16" and t.matrix else 4)
+
+    return sum(map(held, jax.tree.leaves(table, is_leaf=is_tensor)))

@@ -14,14 +14,15 @@ from orbax.checkpoint import checkpoint_managers as policies
 from rljax.errors import UserError
 from rljax.model.table import LM, abstract, completed, is_tensor
 from rljax.run.run import Checkpoints
+from rljax.train.master import masters, restored
 from rljax.types import TrainState
 
 
 class Saver:
     """The checkpoints of one phase; the latest and the best by a metric are kept.
 
-    In `where/STEP` lie the parameters of each trained role, by its name, the rest of its state in `ROLE-state`, and
-    `info`.
+    In `where/STEP` lie the float32 parameters of each trained role, by its name, the rest of its state in `ROLE-state`,
+    and `info`.
     """
 
     def __init__(self, where: Path, settings: Checkpoints):
@@ -49,8 +50,8 @@ class Saver:
         moments = {role: jax.device_get(state.moments).tolist() for role, state in states.items()}
         items = {"info": ocp.args.JsonSave(info | {"moments": moments})}
         for role, state in states.items():
-            items[role] = ocp.args.StandardSave(state.params)
-            items[f"{role}-state"] = ocp.args.StandardSave(state.replace(params=None))
+            items[role] = ocp.args.StandardSave(masters(state))
+            items[f"{role}-state"] = ocp.args.StandardSave(_rest(state))
         score = metrics.get(self.best, math.nan)
         score = score if math.isfinite(score) else -math.inf  # not measured here: no order is defined with NaN
         with self.written():
@@ -61,10 +62,10 @@ class Saver:
         """The states at a step, placed like `like`, and their info."""
         items = {"info": ocp.args.JsonRestore()}
         for role, state in like.items():
-            items[role] = ocp.args.StandardRestore(state.params)
-            items[f"{role}-state"] = ocp.args.StandardRestore(state.replace(params=None))
+            items[role] = ocp.args.StandardRestore(masters(state))
+            items[f"{role}-state"] = ocp.args.StandardRestore(_rest(state))
         found = self.manager.restore(step, args=ocp.args.Composite(**items))
-        return {role: found[f"{role}-state"].replace(params=found[role]) for role in like}, found["info"]
+        return {role: restored(found[f"{role}-state"], found[role], like[role]) for role in like}, found["info"]
 
     def finish(self) -> None:
         """Waits for what is being written; an error of a background write surfaces here."""
@@ -85,6 +86,10 @@ class Saver:
             reason = getattr(error, "strerror", None) or (cause[0].strip() if cause else str(error)[:200])
             rule = "mend that, then --resume"
             raise UserError(f"{self.where}: a checkpoint could not be written: {reason}; {rule}") from error
+
+
+def _rest(state: TrainState) -> TrainState:
+    return state.replace(params=None, master=None)
 
 
 class Restored(NamedTuple):

@@ -124,7 +124,7 @@ def first_states(
         elif isinstance(start, Fresh):
             frozen[role] = judge.begin(run.seed)
         else:
-            frozen[role] = found(role, judge.place, role).params
+            frozen[role] = judge.hold(found(role, judge.place, role).params)
     return states, frozen, steps
 
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from rljax.data.rows import fit
 from rljax.mesh.move import move
 from rljax.model.forward import Outputs, outputs
+from rljax.model.quantize import hold
 from rljax.model.table import LM, init, map_table
 from rljax.run.place import Place, compiled
 from rljax.train import running
@@ -41,21 +42,23 @@ class Frozen(NamedTuple):
     lm: LM
     place: Place
     begin: Callable  # seed -> fresh parameters
-    freeze: Callable  # parameters on any mesh -> a copy on its own
+    hold: Callable  # parameters on any mesh -> the same, in the precision of the role
+    freeze: Callable  # parameters on any mesh -> a copy on its own, in that precision
     score: Callable  # parameters, Rollout -> Outputs
     programs: dict[str, Callable]
 
 
 def trained(
-    lm: LM, place: Place, objective: Objective, optimizer, adjust: Callable, on_policy: bool, routed: bool = True
-) -> Trained:
+    lm: LM, place: Place, objective: Objective, optimizer, adjust: Callable, on_policy: bool, routed: bool = True,
+    dtype: str = "float32",
+) -> Trained:  # fmt: skip
     """`optimizer` builds an optax transformation from which parameters are matrices. Unless `routed`, tokens come
-    without the experts that another model chose for them."""
+    without the experts that another model chose for them. `dtype` is that of the matrices held."""
     zero = place.placement.zero
     kl = objective.kl or objective.kl_in_reward
     optimizer = optimizer(map_table(lambda t: t.matrix, lm.table))
-    born = jax.jit(lambda seed: start(lm, init(lm.table, jax.random.key(seed), zero), optimizer, zero, kl))
-    begun = jax.jit(lambda params: start(lm, params, optimizer, zero, kl))
+    born = jax.jit(lambda seed: start(lm, init(lm.table, jax.random.key(seed), zero), optimizer, zero, kl, dtype))
+    begun = jax.jit(lambda params: start(lm, params, optimizer, zero, kl, dtype))
     updated = compiled(
         partial(
             update, lm=lm, objective=objective, optimizer=optimizer, adjust=adjust, on_policy=on_policy,
@@ -86,22 +89,30 @@ def trained(
     return Trained(lm, place, begin, adopt, step, score, programs)
 
 
-def frozen(lm: LM, place: Place, adjust: Callable) -> Frozen:
+def frozen(lm: LM, place: Place, adjust: Callable, precision: str | None = None) -> Frozen:
+    """`precision` is what the role holds matrices in; None: as they come."""
     scored = scorer(lm, place, adjust)
 
-    born = jax.jit(lambda seed: init(lm.table, jax.random.key(seed), place.placement.zero))
+    born = jax.jit(lambda seed: hold(lm.table, init(lm.table, jax.random.key(seed), place.placement.zero), precision))
+    held = jax.jit(lambda params: hold(lm.table, params, precision))
+
+    def narrow(params):
+        if precision is None:
+            return params
+        with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
+            return held(params)
 
     def begin(seed: int):
         with jax.set_mesh(place.mesh):
             return born(place.put(np.uint32(seed)))
 
     def freeze(params):
-        return move(params, place.shardings(lm))
+        return move(narrow(params), place.shardings(lm, precision), share=precision is not None)
 
     def score(params, rollout: Rollout) -> Outputs:
         return _on_host(scored, place, rollout, False, params, _whole(np.zeros(3, np.float32), place))
 
-    return Frozen(lm, place, begin, freeze, score, {"score": scored})
+    return Frozen(lm, place, begin, narrow, freeze, score, {"score": scored})
 
 
 def scorer(lm: LM, place: Place, adjust: Callable) -> Callable:

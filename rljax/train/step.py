@@ -16,16 +16,25 @@ from rljax.model.pipeline import value_and_grad
 from rljax.model.table import LM, is_tensor, map_table
 from rljax.train import running
 from rljax.train.judge import judge
+from rljax.train.master import kept, masters, split
 from rljax.train.metrics import Mean
 from rljax.train.objectives import Objective, Weights
 from rljax.train.sequences import first
 from rljax.types import Assessed, Rollout, TrainState
 
 
-def start(lm: LM, params, optimizer: optax.GradientTransformation, zero: int, kl: float = 0.0) -> TrainState:
-    """The state before the first update; optimizer state is placed like the updates that it makes."""
-    opt = optimizer.init(_mine(lm, params, zero))
-    return TrainState(jnp.int32(0), jnp.int32(0), params, opt, jnp.float32(kl), jnp.zeros(3, jnp.float32))
+def start(
+    lm: LM, params, optimizer: optax.GradientTransformation, zero: int, kl: float = 0.0, dtype: str = "float32"
+) -> TrainState:
+    """The state before the first update; optimizer state is placed like the updates that it makes.
+
+    It holds matrices in `dtype`: "float32", or "bfloat16" and a float32 master of them.
+    """
+    mine = _mine(lm, params, zero)
+    params, master = split(lm.table, params, mine, dtype)
+    return TrainState(
+        jnp.int32(0), jnp.int32(0), params, optimizer.init(mine), jnp.float32(kl), jnp.zeros(3, jnp.float32), master
+    )
 
 
 def _mine(lm: LM, params, zero: int):
@@ -62,11 +71,12 @@ def update(
     norms = by_part(lm, grads)
     norm = jnp.sqrt(sum(norms.values()))
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    mine = _mine(lm, state.params, strategy.zero)
+    mine = _mine(lm, masters(state), strategy.zero)
     deltas, opt = optimizer.update(grads, state.optimizer, mine)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    params = keep(lm.settle(optax.apply_updates(mine, deltas), layers), mine)
-    params = jax.tree.map(lambda new, old: jax.reshard(new, spec_of(old)), params, state.params)
+    mine = keep(lm.settle(optax.apply_updates(mine, deltas), layers), mine)
+    # rounded before they are gathered: of parameters in bfloat16 half the bytes travel
+    params = jax.tree.map(lambda new, old: jax.reshard(new.astype(old.dtype), spec_of(old)), mine, state.params)
     if objective.adaptive:
         measured, sequences = sums["kl/reference/k1"], jnp.sum(first(rollout.mask, rollout.tokens.segments))
         kl = objective.adaptive(kl, measured.total / jnp.maximum(measured.weight, 1.0), sequences.astype(jnp.float32))
@@ -77,6 +87,7 @@ def update(
         optimizer=keep(opt, state.optimizer),
         kl=keep(kl, state.kl),
         moments=keep(moments, state.moments),
+        master=kept(state.master, mine),
     )
     return state, {
         "tokens": jnp.sum(rollout.mask).astype(jnp.float32),
@@ -164,8 +175,9 @@ def gradients(
 
     def accumulate(grads, part):
         seen, g = value(held, *part)
+        g = jax.tree.map(lambda g: g.astype(jnp.float32), g)
         g = map_table(scattered, lm.table, g) if zero >= 2 else g
-        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, g), seen
+        return jax.tree.map(jnp.add, grads, g), seen
 
     grads, (losses, ((sums, largest), layers)) = jax.lax.scan(accumulate, zeros, parts)
     grads = map_table(lambda t, g: jax.reshard(scattered(t, g), t.updated(zero)), lm.table, grads)
