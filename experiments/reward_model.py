@@ -1,12 +1,12 @@
 """A reward model is trained on pairs, and reinforcement learning then asks it instead of a verifier.
 
-Pairs hold a worked sum and the same with a digit changed, anywhere: shown wrong answers alone, the model would not look
-at how they came about. The reward model (Bradley-Terry) starts from the actor that was shown sums, with a scalar head.
-Its score is then maximized, in groups, and exact match only reported. It is no verifier: with steps enough, the actor
-finds what it likes and is wrong.
+Of each pair, a sum worked out is better: half the time than its answer alone, else than the same with a digit changed.
+The reward model (Bradley-Terry) starts from the actor that was shown sums, with a scalar head. The actor then seeks its
+score, and soon works every sum out; exact match is only reported. So small a model of what is right is no verifier:
+with `steps=40` its score goes on rising while answers go wrong, as Gao et al. 2022 (arXiv:2210.10760) describe.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from rljax.train.optimizer import AdamW
 
 
 @dataclass(frozen=True)
-class Mistaken:
-    """Pairs of a sum's solution and the same with another digit in one place."""
+class Preferred:
+    """A sum worked out, and its answer alone or the same with another digit in one place."""
 
-    of: Addition = Addition(digits=3)
+    of: Addition = Addition(digits=3, think=1.0)
 
     def batch(self, count: int, seed: int, step: int, held_out: bool = False) -> list[Pair]:
         rng = np.random.default_rng([seed, step, held_out, 1])
@@ -34,8 +34,9 @@ class Mistaken:
 
     def pair(self, p, rng) -> Pair:
         at = int(rng.choice([i for i, character in enumerate(p.solution) if character.isdigit()]))
-        wrong = str((int(p.solution[at]) + int(rng.integers(1, 10))) % 10)
-        rejected = p.solution[:at] + wrong + p.solution[at + 1 :]
+        other = str((int(p.solution[at]) + int(rng.integers(1, 10))) % 10)
+        changed = p.solution[:at] + other + p.solution[at + 1 :]
+        rejected = "#" + p.answer if rng.random() < 0.5 else changed
         return Pair(p.prompt, p.answer, chosen=p.solution, rejected=rejected)
 
 
@@ -59,11 +60,11 @@ WARMUP = Run(
 
 REWARD = Run(
     roles={"actor": Role(LM, WARMUP, AdamW(lr=3e-3, b2=0.98, warmup=10), head="value")},
-    task=Mistaken(),
+    task=Preferred(),
     objective=reward_model(center=0.01),
     schedule=supervised,
     prompts=128,
-    steps=400,
+    steps=300,
     until=Reached("eval/preference/accuracy", 0.95),
     evaluation=Evaluation(every=20),
     **COMMON,
@@ -71,17 +72,18 @@ REWARD = Run(
 
 RUN = Run(
     roles={
-        "actor": Role(LM, WARMUP, AdamW(lr=8e-4, b2=0.98, warmup=4, decay="linear", floor=0.1)),
+        "actor": Role(LM, WARMUP, AdamW(lr=4e-4, b2=0.98, warmup=4)),
         "reward": Role(LM, REWARD),
+        "reference": Role(LM),
     },
     task=Addition(digits=3),
     rewards=(ModelReward(), ExactMatch(after="#")),
-    objective=gdpo(weights=(1.0, 0.0)),
+    objective=replace(gdpo(weights=(1.0, 0.0)), kl=0.1),
     schedule=synchronous,
     prompts=48,
     n=8,
     minibatches=4,
-    steps=40,
-    evaluation=Evaluation(every=10),
+    steps=10,
+    evaluation=Evaluation(every=2),
     **COMMON,
 )
