@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +12,11 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from rljax.config import from_json, to_json
 from rljax.errors import UserError
-from rljax.model.table import LM, abstract, graft, init, is_tensor
+from rljax.model import lora
+from rljax.model.lora import LoRA
+from rljax.model.table import LM, abstract, graft, init, is_tensor, join, lacking, learned, map_table
 from rljax.run.run import Checkpoints
 from rljax.types import TrainState
 
@@ -20,8 +24,8 @@ from rljax.types import TrainState
 class Saver:
     """The checkpoints of one phase; the latest and the best by a metric are kept.
 
-    In `where/STEP` lie the parameters of each trained role, by its name, the rest of its state in `ROLE-state`, and
-    `info`.
+    In `where/STEP` lie the learned parameters of each trained role, by its name, the rest of its state in `ROLE-state`,
+    and `info`, which says of roles with adapters what these belong to (`bases`).
     """
 
     def __init__(self, where: Path, settings: Checkpoints):
@@ -30,6 +34,7 @@ class Saver:
         if best:
             kept.append(policies.BestN(get_metric_fn=lambda metrics: metrics[best], n=1))
         self.where, self.best = where, best
+        self.bases: dict[str, dict] = {}  # a `Base` of each role with adapters, as JSON
         self.manager = ocp.CheckpointManager(
             where.absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -47,7 +52,7 @@ class Saver:
         if step in self.manager.all_steps():
             return
         moments = {role: jax.device_get(state.moments).tolist() for role, state in states.items()}
-        items = {"info": ocp.args.JsonSave(info | {"moments": moments})}
+        items = {"info": ocp.args.JsonSave(info | {"moments": moments, "bases": self.bases})}
         for role, state in states.items():
             items[role] = ocp.args.StandardSave(state.params)
             items[f"{role}-state"] = ocp.args.StandardSave(state.replace(params=None))
@@ -95,14 +100,29 @@ class Restored(NamedTuple):
     moments: list[float]  # of the returns that its values are scaled by
 
 
+class Base(NamedTuple):
+    """What adapters belong to: the parameters that a role started from."""
+
+    lora: LoRA
+    heads: tuple[str, ...]
+    seed: int  # that fresh parameters were drawn from
+    run: str | None  # the directory of the run that the others are from, seen from that of the run with the adapters
+    step: int | None
+    role: str
+
+    def to_json(self) -> dict:
+        return self._asdict() | {"lora": to_json(self.lora)}
+
+
 def parameters(
     run_dir: Path, model, heads: tuple[str, ...], mesh: jax.sharding.Mesh, zero: int, step: int | None = None,
-    role: str = "actor", seed: int = 0,
+    role: str = "actor", seed: int = 0, fold: bool = False,
 ) -> Restored:  # fmt: skip
     """The parameters of a run's role, at a step or the latest, straight onto a mesh.
 
-    `model.build(heads)` is what they are for: a head that the checkpoint lacks is fresh, drawn from `seed`, and one
-    that it has besides is left out. A run that did not train `role` gives its actor.
+    `model.build(heads)` is what they are for: a head or adapters that the checkpoint lacks are fresh, drawn from
+    `seed`, and a head that it has besides is left out. Where the model has not the checkpoint's adapters, or with
+    `fold`, these are added to the matrices. A run that did not train `role` gives its actor.
     """
     where = run_dir / "checkpoints"
     if not where.is_dir():
@@ -115,31 +135,58 @@ def parameters(
             raise UserError(f"--step {step}: {run_dir} keeps checkpoints of steps {', '.join(map(str, sorted(steps)))}")
         step = max(steps) if step is None else step
         role = role if (where / str(step) / role).is_dir() else "actor"
-        kept = _kept(run_dir, where / str(step) / role, model)
-        items = {role: ocp.args.StandardRestore(abstract(kept.table, mesh, zero)), "info": ocp.args.JsonRestore()}
-        found = manager.restore(step, args=ocp.args.Composite(**items))
-    lm = model.build(heads)
-    if lm.table == kept.table:
-        params = found[role]
+        info = manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))["info"]
+        base = info.get("bases", {}).get(role)
+        base = base and Base(**base | {"lora": from_json(base["lora"]), "heads": tuple(base["heads"])})
+        plain = getattr(model, "lm", model)
+        table = _kept(run_dir, where / str(step) / role, plain, base).table
+        like = abstract(learned(table), mesh, zero)
+        params = manager.restore(step, args=ocp.args.Composite(**{role: ocp.args.StandardRestore(like)}))[role]
+    if base:
+        params = join(params, _frozen(run_dir, base, plain, table, mesh, zero))
+        if fold or getattr(model, "lora", None) is None or unlike(model.lora, base.lora):
+            with jax.set_mesh(mesh):
+                table, params = lora.base(table), jax.jit(lora.merged)(params)
+    wanted = model.build(heads).table
+    params = graft(wanted, table, params, _fresh(lacking(wanted, table), mesh, zero, seed))
+    return Restored(params, step, info["moments"][role])
+
+
+def unlike(a: LoRA, b: LoRA) -> bool:
+    """Whether adapters of one are none of the other."""
+    return replace(a, dropout=0.0) != replace(b, dropout=0.0)
+
+
+def _fresh(table, mesh, zero: int, seed: int):
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda: init(table, jax.random.key(seed), zero))()
+
+
+def _frozen(run_dir: Path, base: Base, plain, table, mesh, zero: int):
+    """The frozen parameters of a table, from where the run's own were."""
+    whole = plain.build(base.heads).table
+    if base.run is None:
+        params = _fresh(whole, mesh, zero, base.seed)
     else:
-        with jax.set_mesh(mesh):
-            fresh = jax.jit(lambda: init(lm.table, jax.random.key(seed), zero))()
-        params = graft(lm.table, kept.table, found[role], fresh)
-    return Restored(params, step, found["info"]["moments"][role])
+        where = run_dir / base.run
+        if not where.is_dir():
+            raise UserError(f"{run_dir} has but adapters to what {where} holds, which is missing: put it back there")
+        params = parameters(where, plain, base.heads, mesh, zero, base.step, base.role, base.seed).params
+    return graft(map_table(lambda t: t if t.frozen else None, table), whole, params)
 
 
 HEADS = ("tokens",), ("value",), ("tokens", "value")  # that a checkpoint may have
 
 
-def _kept(run_dir: Path, where: Path, model) -> LM:
-    """The model that a checkpoint holds. UserError naming the first tensor that no head accounts for."""
+def _kept(run_dir: Path, where: Path, model, base: Base | None) -> LM:
+    """The model whose learned parameters a checkpoint holds. UserError naming a tensor that no head accounts for."""
     with ocp.StandardCheckpointer() as reader:
         kept = _shapes(reader.metadata(where.absolute()).item_metadata.tree)
-    models = [model.build(heads) for heads in HEADS]
+    models = [lora.adapted(model.build(heads), base and base.lora) for heads in ([base.heads] if base else HEADS)]
     for lm in models:
-        if _shapes(lm.table, is_tensor) == kept:
+        if _shapes(learned(lm.table), is_tensor) == kept:
             return lm
-    needed = _shapes(models[0].table, is_tensor)
+    needed = _shapes(learned(models[0].table), is_tensor)
     name = next(name for name in [*needed, *kept] if kept.get(name) != needed.get(name))
     shape = lambda found: list(found[name]) if name in found else "nothing"
     both = f"{name} is {shape(kept)} there, and {shape(needed)} here"

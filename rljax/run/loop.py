@@ -1,6 +1,7 @@
 """One run from start to summary: warm-ups, steps, evaluations, checkpoints, and leaving cleanly at any moment."""
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ import jax
 from rljax.errors import Interrupted, RunFailed
 from rljax.mesh.file import MeshFile
 from rljax.run import report
-from rljax.run.checkpoint import Saver, parameters
+from rljax.run.checkpoint import Base, Saver, parameters
 from rljax.run.directory import run_directory, write_json
 from rljax.run.display import Display
 from rljax.run.evaluate import held_out, measure, verifiers_of
@@ -97,15 +98,21 @@ def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict
         start, heads = run.roles[of].start, run.heads(role)
         where = Path(start.where) if isinstance(start, Warm) else run_directory(start)
         restored = parameters(
-            where, run.roles[role].lm, heads, place.mesh, place.placement.zero, at.get(role), role=role, seed=run.seed
+            where, run.roles[role], heads, place.mesh, place.placement.zero, at.get(role), role, run.seed, fold=True
         )
         steps[role] = restored.step
+        based(role, os.path.relpath(where, phase.where), restored.step)
         return restored
+
+    def based(role: str, *base):
+        if (lora := run.roles[role].lora) is not None:
+            phase.saver.bases[role] = Base(lora, run.heads(role), run.seed, *base, role).to_json()
 
     for role, player in stages.trained.items():
         of = role if run.roles[role].start is not None else "actor"
         if isinstance(run.roles[of].start, Fresh):
             states[role] = player.begin(run.seed)
+            based(role, None, None)
         else:
             restored = found(role, player.place, of)
             states[role] = player.adopt(restored.params, restored.moments)
@@ -169,7 +176,9 @@ def resumed(phase: Phase, stages: Stages, states: dict[str, TrainState]) -> tupl
     """The states to go on from, the first step to take, whether none is left, and the seconds spent so far."""
     if phase.latest is None:
         return states, 1, False, {}
-    states, info = phase.saver.restore(phase.latest, jax.tree.map(abstract_like, states))
+    own = {role: stages.trained[role].own(state) for role, state in states.items()}
+    own, info = phase.saver.restore(phase.latest, jax.tree.map(abstract_like, own))
+    states = {role: stages.trained[role].whole(state, states[role]) for role, state in own.items()}
     return states, phase.latest + 1, info["reached"] or phase.latest >= phase.run.steps, info["seconds"]
 
 
@@ -207,7 +216,8 @@ def steps(phase, stages, states, frozen, first, seconds, log, samples, display, 
         done = reached or step == run.steps
         if done or stopped() or (run.checkpoints.every and step % run.checkpoints.every == 0):
             display.stage("save")
-            saver.save(step, states, {"reached": reached, "seconds": seconds}, metrics)
+            own = {role: stages.trained[role].own(state) for role, state in states.items()}
+            saver.save(step, own, {"reached": reached, "seconds": seconds}, metrics)
         if stopped():
             saver.finish()
             raise Interrupted(stopped(), f"stopped at {phase.name} step {step}, saved; continue with --resume")

@@ -13,9 +13,9 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from rljax.data.rows import fit
-from rljax.mesh.move import move
+from rljax.mesh.move import Kept, move
 from rljax.model.forward import Outputs, outputs
-from rljax.model.table import LM, init, map_table
+from rljax.model.table import LM, init, join, learned, map_table, part
 from rljax.run.place import Place, compiled
 from rljax.train import running
 from rljax.train.objectives import Objective
@@ -30,6 +30,8 @@ class Trained(NamedTuple):
     place: Place
     begin: Callable  # seed -> TrainState with fresh parameters
     adopt: Callable  # parameters on any mesh, moments of returns -> TrainState that starts from them
+    own: Callable  # TrainState -> what of it updates change: without the frozen parameters
+    whole: Callable  # such a state, a TrainState that has those -> TrainState
     update: Callable  # TrainState, Assessed -> TrainState, metrics
     score: Callable  # TrainState, Rollout -> Outputs
     programs: dict[str, Callable]
@@ -41,20 +43,26 @@ class Frozen(NamedTuple):
     lm: LM
     place: Place
     begin: Callable  # seed -> fresh parameters
-    freeze: Callable  # parameters on any mesh -> a copy on its own
+    freeze: Callable  # parameters on any mesh, which of them are frozen there -> a copy of the others on its own
     score: Callable  # parameters, Rollout -> Outputs
     programs: dict[str, Callable]
 
 
 def trained(
-    lm: LM, place: Place, objective: Objective, optimizer, adjust: Callable, on_policy: bool, routed: bool = True
-) -> Trained:
+    lm: LM, place: Place, objective: Objective, optimizer, adjust: Callable, on_policy: bool, seed: int,
+    routed: bool = True,
+) -> Trained:  # fmt: skip
     """`optimizer` builds an optax transformation from which parameters are matrices. Unless `routed`, tokens come
-    without the experts that another model chose for them."""
+    without the experts that another model chose for them.
+
+    A TrainState has all of the role's parameters; programs take and give back the learned ones, donated, and take the
+    frozen ones besides, which so stay where they are. Frozen matrices are in the dtype that they are multiplied in.
+    """
     zero = place.placement.zero
     kl = objective.kl or objective.kl_in_reward
-    optimizer = optimizer(map_table(lambda t: t.matrix, lm.table))
-    born = jax.jit(lambda seed: start(lm, init(lm.table, jax.random.key(seed), zero), optimizer, zero, kl))
+    optimizer = optimizer(map_table(lambda t: t.matrix, learned(lm.table)))
+    drawn = lambda seed: stored(lm, init(lm.table, jax.random.key(seed), zero))
+    born = jax.jit(lambda seed: start(lm, drawn(seed), optimizer, zero, kl))
     begun = jax.jit(lambda params: start(lm, params, optimizer, zero, kl))
     updated = compiled(
         partial(
@@ -70,23 +78,43 @@ def trained(
             return born(place.put(np.uint32(seed)))
 
     def adopt(params, moments) -> TrainState:
+        mine, others = part(lm.table, params)
+        to, there = part(lm.table, place.shardings(lm))
         with jax.set_mesh(place.mesh):
-            state = begun(move(params, place.shardings(lm)))
-            return state.replace(moments=_whole(np.asarray(moments, np.float32), place))
+            state = begun(move(mine, to))
+            others = move(stored(lm, others), there, share=True)
+            moments = _whole(np.asarray(moments, np.float32), place)
+            return state.replace(params=join(state.params, others), moments=moments)
+
+    def own(state: TrainState) -> TrainState:
+        return state.replace(params=part(lm.table, state.params)[0])
+
+    def whole(state: TrainState, of: TrainState) -> TrainState:
+        return state.replace(params=join(state.params, part(lm.table, of.params)[1]))
 
     def step(state: TrainState, batch: Assessed) -> tuple[TrainState, dict]:
         batch = fit(batch if routed else _unrouted(batch), place.rows, place.columns)
+        others = part(lm.table, state.params)[1]
         with jax.set_mesh(place.mesh):
-            return updated(state, place.put(batch))
+            more = (others, place.put(np.uint32(seed))) if jax.tree.leaves(others) else ()
+            new, metrics = updated(own(state), place.put(batch), *more)
+        return whole(new, state), metrics
 
     def score(state: TrainState, rollout: Rollout) -> Outputs:
         return _on_host(scored, place, rollout, routed, state.params, state.moments)
 
     programs = {"begin": born, "adopt": begun, "train": updated, "score": scored}
-    return Trained(lm, place, begin, adopt, step, score, programs)
+    return Trained(lm, place, begin, adopt, own, whole, step, score, programs)
 
 
-def frozen(lm: LM, place: Place, adjust: Callable) -> Frozen:
+def stored(lm: LM, params):
+    """Parameters as a trained role has them: frozen matrices, which need no more, in the dtype of their products."""
+    one = lambda t, w: w if w is None or not (t.frozen and t.matrix) else w.astype(lm.compute)
+    return map_table(one, lm.table, params)
+
+
+def frozen(lm: LM, place: Place, adjust: Callable, kept: Kept) -> Frozen:
+    """`kept` has what other roles never change, so that those that lie alike have it together."""
     scored = scorer(lm, place, adjust)
 
     born = jax.jit(lambda seed: init(lm.table, jax.random.key(seed), place.placement.zero))
@@ -95,8 +123,10 @@ def frozen(lm: LM, place: Place, adjust: Callable) -> Frozen:
         with jax.set_mesh(place.mesh):
             return born(place.put(np.uint32(seed)))
 
-    def freeze(params):
-        return move(params, place.shardings(lm))
+    def freeze(params, still=None):
+        where, still = place.shardings(lm), still or jax.tree.map(lambda w: False, params)
+        of = lambda tree, kind: jax.tree.map(lambda x, known: x if known == kind else None, tree, still)
+        return join(move(of(params, False), of(where, False)), kept(of(params, True), of(where, True))[0])
 
     def score(params, rollout: Rollout) -> Outputs:
         return _on_host(scored, place, rollout, False, params, _whole(np.zeros(3, np.float32), place))

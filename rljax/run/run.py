@@ -7,6 +7,7 @@ from rljax.data.problems import Task
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import UserError
 from rljax.generate.sampling import Sampling
+from rljax.model.lora import LoRA, adapted
 from rljax.model.table import LM
 from rljax.run.metrics import Tracker
 from rljax.train.objectives import Objective
@@ -36,16 +37,22 @@ class Role:
     `start` is `Fresh()`, a run directory, or another `Run`, which runs first until its `until`. Without one, a
     reference is the actor as it started, and a critic has the critic of what the actor starts from or, with a new head,
     its backbone. A head that is not in what a role starts from is fresh.
+
+    With `lora`, what a trained role starts from stays as it is: only adapters to it, and a value head, are trained.
     """
 
     lm: object  # has build(heads) -> LM
     start: "Fresh | Run | Warm | str | None" = None
     optimizer: AdamW | None = None
     head: str | None = None  # "tokens" or "value"; None: what the role's name says
+    lora: LoRA | None = None
 
     def __post_init__(self):
         if self.head not in (None, "tokens", "value"):
             raise ValueError(f"head={self.head!r} must be 'tokens' or 'value'")
+
+    def build(self, heads: tuple[str, ...] = ("tokens",)) -> LM:
+        return adapted(self.lm.build(heads), self.lora)
 
 
 @dataclass(frozen=True)
@@ -189,8 +196,13 @@ class Run:
                 continue
             if name in trained and role.optimizer is None:
                 raise UserError(f"roles.{name}.optimizer is None, but a run trains its {name}: set an AdamW(...)")
-            if name not in trained and role.optimizer is not None:
-                raise UserError(f"roles.{name}.optimizer: only actor and critic are trained; leave it None")
+            for option in ("optimizer", "lora"):
+                if name not in trained and getattr(role, option) is not None:
+                    raise UserError(f"roles.{name}.{option}: only actor and critic are trained; leave it None")
+            try:
+                adapted(role.lm.build(), role.lora)
+            except ValueError as error:
+                raise UserError(f"roles.{name}.lora: {error}") from None
             if name not in ("critic", "reference") and role.start is None:
                 raise UserError(f"roles.{name}.start is None: set Fresh(), a run directory or a Run")
             if name == "critic" and self.heads(name) != ("value",):
@@ -266,7 +278,7 @@ class Run:
 
     def models(self) -> dict[str, LM]:
         """The model of each role that has its own."""
-        return {name: role.lm.build(self.heads(name)) for name, role in self.roles.items() if isinstance(role, Role)}
+        return {name: role.build(self.heads(name)) for name, role in self.roles.items() if isinstance(role, Role)}
 
     @property
     def updates(self) -> int:

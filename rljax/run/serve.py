@@ -37,7 +37,7 @@ def load(target: str, mesh: Path | None, step: int | None, experiment: Path | No
     devices.configure(file)
     stages = build(run, file)
     place, role = stages.generate, run.roles["actor"]
-    found = parameters(where, role.lm, run.heads("actor"), place.mesh, place.placement.zero, step)
+    found = parameters(where, role, run.heads("actor"), place.mesh, place.placement.zero, step)
     return run, stages, found.params, found.step
 
 

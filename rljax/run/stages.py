@@ -8,14 +8,15 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rljax.data.rows import Prompts
 from rljax.generate.decode import generate
 from rljax.generate.sampling import Sampling
 from rljax.mesh.file import MeshFile
-from rljax.mesh.move import bytes_to_move, move
-from rljax.model.table import graft, map_table
+from rljax.mesh.move import Kept, bytes_to_move, move
+from rljax.model.table import graft, join, lacking, learned, map_table, part
 from rljax.run.place import Place, compiled, place
 from rljax.run.roles import Frozen, Trained, frozen, trained
 from rljax.run.run import Run
@@ -28,7 +29,8 @@ class Stages(NamedTuple):
     trained: dict[str, Trained]  # by role; the actor is one
     frozen: dict[str, Frozen]
     generate: Place
-    publish: Callable  # the actor's parameters -> (parameters on the generation mesh, bytes that had to move)
+    publish: Callable  # the actor's parameters -> (parameters on the generation mesh, bytes that had to move): frozen
+    # ones once, others each time
     complete: Callable  # parameters, Prompts, seed, step, version, Sampling, n -> Rollout
     programs: dict[str, Callable]  # the jitted functions behind all this, such as "generate" and "train/actor"
 
@@ -44,8 +46,17 @@ class Stages(NamedTuple):
 
     def copied(self, role: str, states: dict[str, TrainState]):
         """Parameters of a frozen role that are the actor's now."""
-        judge = self.frozen[role]
-        return judge.freeze(graft(judge.lm.table, self.actor.lm.table, states["actor"].params))
+        judge, table = self.frozen[role], self.actor.lm.table
+        still = graft(judge.lm.table, table, map_table(lambda t: t.frozen, table))
+        return judge.freeze(graft(judge.lm.table, table, states["actor"].params), still)
+
+    def acting(self, role: str, params):
+        """The actor's parameters that make it say what a frozen role of its kind says."""
+        judge, table = self.frozen[role], self.actor.lm.table
+        zeros = lambda t: jnp.zeros(t.shape, out_sharding=t.placed(judge.place.placement.zero))
+        with jax.set_mesh(judge.place.mesh):
+            adapters = map_table(zeros, lacking(table, judge.lm.table))
+        return graft(table, judge.lm.table, params, adapters)
 
     def compiles(self) -> dict[str, int]:
         """Programs compiled so far, by stage: one for each shape that the stage has met."""
@@ -60,11 +71,11 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
     at = partial(place, mesh, devices=devices)
     lms, objective, adjust = run.models(), run.objective, run.sampling.adjust
     optimizer = lambda role: partial(run.roles[role].optimizer.build, run.updates)
-    lm = lms["actor"]
+    lm, kept = lms["actor"], Kept()
     players = {
         "actor": trained(
             lm, at(lm, "train"), objective.with_critic() if run.shared else objective, optimizer("actor"), adjust,
-            on_policy=run.on_policy,
+            on_policy=run.on_policy, seed=run.seed,
         )
     }  # fmt: skip
     gen = at(lm, "generate")
@@ -72,17 +83,18 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
         critic = lms["critic"]
         where = at(critic, "train", "critic")
         players["critic"] = trained(
-            critic, where, objective.of_critic(), optimizer("critic"), adjust, on_policy=False, routed=False
-        )
+            critic, where, objective.of_critic(), optimizer("critic"), adjust, on_policy=False, seed=run.seed,
+            routed=False,
+        )  # fmt: skip
     judges = {
-        role: frozen(lms[role], at(lms[role], "assess", role, trainable=False), adjust)
+        role: frozen(lms[role], at(lms[role], "assess", role, trainable=False), adjust, kept)
         for role in lms
         if role not in players
     }
 
     @jax.jit
     def cast(params):  # matrices travel in the dtype that they are multiplied in
-        return map_table(lambda t, w: w.astype(lm.compute) if t.matrix else w, lm.table, params)
+        return map_table(lambda t, w: w.astype(lm.compute) if t.matrix else w, learned(lm.table), params)
 
     @partial(compiled, static_argnames="n")
     def completed(params, ids, length, uid, seed, step, version, sampling, n):
@@ -93,11 +105,13 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
         )  # fmt: skip
 
     def publish(params):
-        target, own = gen.shardings(lm), lm.compute != "float32"
+        (params, others), (target, there) = part(lm.table, params), part(lm.table, gen.shardings(lm))
+        own = lm.compute != "float32"
         if own:
             with jax.set_mesh(players["actor"].place.mesh):
                 params = cast(params)
-        return move(params, target, share=own), bytes_to_move(params, target)
+        others, sent = kept(others, there)
+        return join(move(params, target, share=own), others), sent + bytes_to_move(params, target)
 
     def complete(params, prompts: Prompts, seed: int, step: int, version: int, sampling: Sampling, n: int) -> Rollout:
         numbers = np.uint32(seed), np.uint32(step), np.int32(version)

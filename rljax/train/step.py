@@ -58,10 +58,10 @@ def update(
 ) -> tuple[TrainState, dict]:
     """Applies one update made of all rows of `batch`, and the metrics of it as float32 scalars.
 
-    `state` has the learned parameters, and `frozen` the others, with None for each other's (`table.part`). What adapters
-    drop is drawn from `seed`. Rows with an empty mask weigh nothing. With `on_policy` (one update per batch of completions) the trust region is
-    centered on the policy itself, so that every ratio is exactly 1; otherwise on the sampler's log-probabilities.
-    An update whose loss or gradient is not finite changes nothing but `state.skipped`.
+    `state` has the learned parameters and `frozen` the rest, each with None for the other's (`table.part`). What
+    adapters drop is drawn from `seed`. Rows with an empty mask weigh nothing. With `on_policy` (one update per batch of
+    completions) the trust region is centered on the policy itself, so that every ratio is exactly 1; otherwise on the
+    sampler's log-probabilities. An update whose loss or gradient is not finite changes nothing but `state.skipped`.
     """
     params = state.params if frozen is None else join(state.params, frozen)
     own = part(lm.table, params)[0]
