@@ -26,7 +26,7 @@ from rljax.types import Assessed, Rollout, TrainState
 
 def start(lm: LM, params, optimizer: optax.GradientTransformation, zero: int, kl: float = 0.0) -> TrainState:
     """The state before the first update; optimizer state is of what updates change, placed like the updates."""
-    opt = optimizer.init(_mine(lm, params, zero))
+    opt = optimizer.init(_mine(lm, part(lm.table, params)[0], zero))
     return TrainState(jnp.int32(0), jnp.int32(0), params, opt, jnp.float32(kl), jnp.zeros(3, jnp.float32))
 
 
