@@ -21,7 +21,10 @@ from trial import built, mesh
 
 from rljax.config import load_experiment
 from rljax.data.rows import real
+from rljax.generate.decode import generate
+from rljax.generate.sampling import Sampling
 from rljax.mesh import Layout, Strategy
+from rljax.mesh.file import parse
 from rljax.mesh.move import Kept
 from rljax.model import lora as low_rank
 from rljax.model.forward import logprobs
@@ -29,6 +32,7 @@ from rljax.model.lora import LoRA, adapted
 from rljax.model.products import LowRank, _dropped, is_low_rank, mixed, sown
 from rljax.model.table import abstract, count, init, is_tensor, join, learned, map_table, part, shardings
 from rljax.plan import parts
+from rljax.plan.draw import describe
 from rljax.run import checkpoint
 from rljax.run.assessment import assess
 from rljax.run.loop import Phase, first_states, phases
@@ -256,6 +260,56 @@ def test_parameters_and_bytes_are_those_of_the_table(name, layout, zero):
     assert stated.optimizer == 8 * sum(map(ways, jax.tree.leaves(own, is_leaf=is_tensor)))
 
 
+def test_a_drawing_counts_no_state_of_what_is_frozen():
+    lm = adapted(tiny.MODELS["plain"].build(), DENSE)
+    file = parse('platform = "cpu"\ndevices = 1\n[train]\n', "one.toml")
+    (told,) = describe(file, {"actor": (lm, True)})["stages"]["train"]["roles"].values()
+    assert told["gradient_bytes_per_device"] == 4 * count(learned(lm.table))
+    assert told["optimizer_bytes_per_device"] == 8 * count(learned(lm.table))
+    assert told["parameters"] == count(lm.table)
+
+
+GENERATING = {
+    "tensor": (Layout(fsdp=2, tensor=2), dict(sequence_parallel=True)),
+    "ring": (Layout(fsdp=2, seq=2), dict(context="ring")),
+    "pipe": (Layout(fsdp=2, pipe=2, tensor=2), {}),
+}
+
+
+@cache
+def completions(layout=ONE, **strategy):
+    """Greedy ones of eight prompts, and their log-probabilities."""
+    (lm, weights), at, strategy = model("plain", DENSE), layout.mesh(), Strategy(**strategy)
+    ids = np.random.default_rng(0).integers(1, 48, (8, 6)).astype(np.int32)
+    uid, greedy = np.arange(8, dtype=np.int32), jax.tree.map(jnp.asarray, Sampling(temperature=0.0))
+    run = jax.jit(
+        lambda params, *prompts: generate(
+            lm, params, *prompts, jax.random.key(0), 0, greedy, strategy, n=1, max_new=6, stop=(),
+            chunk=4,
+        )
+    )  # fmt: skip
+    with jax.set_mesh(at):
+        params = jax.device_put(weights, shardings(lm.table, at, strategy.zero))
+        return jax.device_get(run(params, *tiny.place((ids, 1 + uid % 6, uid), at)))
+
+
+@pytest.mark.pitfall("T-117")
+@pytest.mark.parametrize("case", tiny.ordinary(GENERATING, "tensor", "ring"))
+def test_generation_on_every_layout_is_the_single_devices(case):
+    layout, strategy = GENERATING[case]
+    got, expected = completions(layout, **strategy), completions()
+    assert np.array_equal(got.tokens.ids, expected.tokens.ids) and len(np.unique(got.tokens.ids)) > 8
+    assert np.abs(got.logp - expected.logp).max() < 2e-5
+    weights, tokens = model("plain", DENSE)[1], expected.tokens
+    merged = jax.tree.map(
+        lambda w: w.base + w.scale * np.einsum("lir,lro->lio", w.down, w.up) if is_low_rank(w) else w, weights,
+        is_leaf=is_low_rank,
+    )  # fmt: skip
+    logits = tiny.oracle(tiny.MODELS["plain"], merged, tokens.ids, tokens.positions, tokens.segments)
+    truth, _ = tiny.oracle_logprobs(logits, tokens.ids, expected.mask)
+    assert np.abs(np.where(expected.mask, truth - expected.logp, 0)).max() < 2e-4
+
+
 def test_what_never_changes_is_sent_once_while_it_lives():
     kept, at = Kept(), Layout(data=2).mesh()
     where = jax.sharding.NamedSharding(at, P("data"))
@@ -391,6 +445,35 @@ def test_a_reference_has_the_very_arrays_of_the_actor(done, folder):
     own, others = part(table, params)
     travels = lambda tree: sum(4 * x.size * 4 for x in jax.tree.leaves(tree))  # to each of four devices, in float32
     assert moved == less == travels(own)  # the reference has had the others sent
+
+
+@runs
+def test_frozen_matrices_are_in_the_dtype_of_their_products(done, folder):
+    """And the reference's with them: half the bytes, the same numbers; what is trained is not."""
+    run, _, where, _ = done("grpo")
+    wide = lambda role: replace(role, lm=replace(role.lm, compute="bfloat16"))
+    run = replace(run, roles={name: wide(role) for name, role in run.roles.items()})
+    on = built(run, mesh(folder, "one"))
+    now, frozen = states(run, on, where, 2)
+    for params in (now["actor"].params, on.publish(now["actor"].params)[0]):
+        table = on.actor.lm.table
+        kinds = map_table(lambda t, w: (t.frozen, t.matrix, str(w.dtype)), table, params)
+        published = params is not now["actor"].params
+        for still, matrix, dtype in jax.tree.leaves(kinds, is_leaf=lambda x: isinstance(x, tuple)):
+            assert dtype == ("bfloat16" if matrix and (still or published) else "float32")
+    assert low_rank.without(now["actor"].params).layers.wo is frozen["reference"].layers.wo
+    prompts = problems_of(run, on, 1)
+    rollout = real(on.complete(on.publish(now["actor"].params)[0], prompts, 0, 1, 0, run.sampling, run.n))
+    gap = on.actor.score(now["actor"], rollout).logp - rollout.logp
+    assert np.abs(np.where(rollout.mask, gap, 0)).max() < 0.05
+    state, metrics = on.actor.update(now["actor"], replaced(rollout))
+    assert np.isfinite(float(metrics["loss"])) and state.params.layers.wo is now["actor"].params.layers.wo
+
+
+def replaced(rollout) -> Assessed:
+    """A batch of these completions."""
+    draw = np.random.default_rng(0).normal(size=rollout.mask.shape).astype(np.float32)
+    return Assessed(rollout, np.zeros((len(rollout.uid), 2), np.float32), draw, rollout.logp)
 
 
 @runs
