@@ -38,7 +38,7 @@ from rljax.run.assessment import assess
 from rljax.run.loop import Phase, first_states, phases
 from rljax.run.schedules import Clock, collect, problems_of
 from rljax.train import algorithms
-from rljax.train.step import start, update
+from rljax.train.step import gradients, start, update
 from rljax.types import Assessed
 
 ALL = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
@@ -161,6 +161,26 @@ def test_the_gradient_is_that_of_the_sum_of_base_and_product():
     got = updated("rich", lora, algorithms.sft())[0]
     assert got[0] == pytest.approx(float(value), rel=1e-5)
     assert tiny.distance(got[1], jax.device_get(grads)) < 5e-5
+
+
+def test_no_gradient_of_a_frozen_matrix_is_computed():
+    """No product of an update is as large as a matrix; without adapters there are such (control)."""
+    matrices = {(32, 32), (32, 16), (32, 64), (64, 32), (48, 32)}
+
+    def products(lm, weights):
+        objective, tall = algorithms.sft(), batch("plain")
+        each = objective.weights(tall, 0.0)
+        ask = lambda params, tall, each: gradients(
+            params, tall, each, lm=lm, objective=objective, adjust=tiny.same, on_policy=False, strategy=Strategy()
+        )[-1]
+        with jax.set_mesh(ONE.mesh()):
+            params = jax.device_put(weights, shardings(lm.table, ONE.mesh(), 3))
+            traced = jax.make_jaxpr(ask)(params, *tiny.place((tall, each), ONE.mesh()))
+        dots = [eqn for eqn in tiny.equations(traced.jaxpr) if eqn.primitive.name == "dot_general"]
+        return {eqn.outvars[0].aval.shape for eqn in dots} | {eqn.outvars[0].aval.shape[::-1] for eqn in dots}
+
+    assert not products(*model("plain", replace(DENSE, dropout=0.0))) & matrices
+    assert products(tiny.MODELS["plain"].build(), tiny.weights("plain")) >= matrices
 
 
 def test_fresh_adapters_change_nothing_and_begin_as_peft_does():
@@ -330,7 +350,8 @@ from dataclasses import replace
 
 from rljax.data.files import Pairs
 from rljax.model.lora import LoRA
-from rljax.run.run import Shared
+from rljax.run.run import Pairing, Shared
+from rljax.run.schedules import paired
 from rljax.train import algorithms
 
 LORA = LoRA(rank=2, alpha=4.0, targets=("q_proj", "v_proj", "down_proj"), dropout=0.2)
@@ -349,6 +370,7 @@ RUNS = {
     "critic": "having(roles={'critic': Role(LM, optimizer=AdamW(lr=1e-2), lora=LORA)}, objective=algorithms.ppo())",
     "shared critic": "having(roles={'critic': Shared()}, objective=algorithms.ppo())",
     "DPO": "having(EXAMPLES, objective=algorithms.dpo(), task=Pairs('pairs.jsonl'))",
+    "iterated DPO": "having(objective=algorithms.irpo(), schedule=paired, pairs=Pairing('reference', 2))",
     "SFT": "having(replace(WARMUP, steps=2), objective=algorithms.sft())",
 }
 
@@ -400,7 +422,7 @@ runs = pytest.mark.usefixtures("here")
 
 @runs
 @pytest.mark.pitfall("T-87")
-@pytest.mark.parametrize("name", tiny.ordinary(RUNS, "critic", "shared critic", "DPO", "SFT"))
+@pytest.mark.parametrize("name", tiny.ordinary(RUNS, "critic", "shared critic", "DPO", "iterated DPO", "SFT"))
 def test_a_run_trains_saves_and_resumes_adapters_alone(done, folder, name):
     run, on, whole, file = done(name)
     where = shutil.copytree(whole, folder / f"{whole.name}_resumed")
@@ -420,6 +442,21 @@ def test_a_run_trains_saves_and_resumes_adapters_alone(done, folder, name):
         assert not saved_names & {"norm1", "embed", "base"}
         leaves = jax.tree.leaves(now[role].optimizer)
         assert sum(x.size for x in leaves if x.ndim) == 2 * count(learned(table))
+
+
+@runs
+@pytest.mark.slow
+def test_a_run_on_eight_devices_takes_the_step_of_one(done, folder):
+    run, on, whole, file = done("grpo")
+    where = folder / "lora_on_eight"
+    assert trial.rljax("train", file, "--run-dir", where, "--mesh", "eight.toml", "steps=1") == 0
+    row = lambda where: next(row for row in trial.measured(where) if row["phase"] == "train")
+    got, expected = row(where), row(whole)
+    for key in ("loss", "grad_norm", "reward", "length", "kl/reference", "mismatch/mean", "grad_norm/attention"):
+        assert got[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-4), key
+    eight = built(run, mesh(folder, "eight"))
+    a, b = (states(run, on, where, 1)[0]["actor"].params for on, where in ((eight, where), (on, whole)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), *jax.device_get((a, b)))
 
 
 @runs
