@@ -4,10 +4,11 @@
                                     [--json] [FIELD=VALUE ...]
 
 For any experiment that starts from a warm-up and has a verifier. Every algorithm has its paper's coefficients and the
-experiment's optimizer, so what differs is the algorithm and not its tuning: none is at its best. "shuffled" is GRPO
-whose advantages are dealt at random, a control. Each is a whole run, in DIR/seed-S/NAME; DIR/algorithms.{json,md,png}
-tell the outcome: held-out accuracy by step and by tokens trained. Started again with the same DIR, it continues what
-was interrupted and keeps what is done. The quickstart's take about a minute a run.
+experiment's optimizer, so what differs is the algorithm and not its tuning: none is at its best. Losses without a ratio
+(rloo, remax) make one update a step, as their papers do, others the experiment's. VAPO's critic is trained alone first.
+"shuffled" is GRPO whose advantages are dealt at random, a control. Each is a whole run, in DIR/seed-S/NAME;
+DIR/algorithms.{json,md,png} tell the outcome: held-out accuracy by step and by tokens trained. Started again with the
+same DIR, it continues what was interrupted and keeps what is done. The quickstart's take about a minute a run.
 """
 
 import os
@@ -30,10 +31,11 @@ from rljax.run import devices, directory, loop, report
 from rljax.run.metrics import read
 from rljax.run.run import Checkpoints, Resample, Role, Run, Shared
 from rljax.train import algorithms as field
+from rljax.train.losses import PolicyGradient
 from rljax.train.objectives import Objective
 
 SHOWN = (("eval/exact_match", "sampled"), ("eval/exact_match_greedy", "greedy"))
-COLUMNS = ["algorithm", *(f"{name} {when}" for _, name in SHOWN for when in ("before", "after")), "tokens, k"]
+PRETRAINING = 20  # steps of VAPO's critic alone
 
 
 def objectives(run: Run) -> dict[str, Objective]:
@@ -65,15 +67,22 @@ def arm(run: Run, name: str, start: Path, seed: int) -> Run:
     """The run of one algorithm. A critic of its own learns from the actor's backbone, three times as fast."""
     objective = objectives(run)[name]
     actor = replace(run.roles["actor"], start=str(start))
-    roles = {"actor": actor}
+    roles, made = {"actor": actor}, dict(checkpoints=Checkpoints(every=0))
     if objective.critic:
-        shared = name.endswith("shared critic")
-        critic = replace(actor.optimizer, lr=3 * actor.optimizer.lr)
-        roles["critic"] = Shared() if shared else Role(actor.lm, optimizer=critic)
-        objective = objective if shared else replace(objective, critic=replace(objective.critic, warmup=3))
+        critic = Role(actor.lm, optimizer=replace(actor.optimizer, lr=3 * actor.optimizer.lr))
+        if name == "vapo":
+            alone = field.value_pretraining(PRETRAINING)
+            before = replace(
+                run, roles=roles | {"critic": critic}, objective=alone, steps=PRETRAINING,
+                evaluation=replace(run.evaluation, every=0), **made,
+            )  # fmt: skip
+            critic = replace(critic, start=before)
+        elif name == "ppo":
+            objective = replace(objective, critic=replace(objective.critic, warmup=3))
+        roles["critic"] = Shared() if name.endswith("shared critic") else critic
     return replace(
-        run, seed=seed, roles=roles, objective=objective, checkpoints=Checkpoints(every=0),
-        resample=Resample() if name == "dapo" else None,
+        run, seed=seed, roles=roles, objective=objective, resample=Resample() if name == "dapo" else None,
+        minibatches=1 if isinstance(objective.loss, PolicyGradient) else run.minibatches, **made,
     )  # fmt: skip
 
 
@@ -85,21 +94,29 @@ def train(run: Run, mesh, text: str, where: Path, experiment: Path) -> dict:
     return {name: [[step, float(tokens[step]), value] for step, value in curves[name]] for _, name in SHOWN}
 
 
+def columns(outcome: dict) -> list[str]:
+    """Sampled accuracy by step, and what it ends with."""
+    curves = next(iter(outcome["seeds"].values()))[outcome["algorithms"][0]]["sampled"]
+    return ["algorithm", *(f"step {step}" for step, *_ in curves), "range", "greedy", "range", "tokens, k"]
+
+
 def rows(outcome: dict) -> Iterator[list[str]]:
     """Means over seeds, the best first, with the range of what they end with."""
     ends = lambda name, curve, at: [seed[name][curve][at] for seed in outcome["seeds"].values()]
     mean = lambda *where: float(np.mean([point[-1] for point in ends(*where)]))
+    span = lambda values: f"{min(values):.2f}-{max(values):.2f}"
     for name in sorted(outcome["algorithms"], key=lambda name: -mean(name, "sampled", -1)):
-        cells = []
-        for _, curve in SHOWN:
-            last = [point[-1] for point in ends(name, curve, -1)]
-            cells += [f"{mean(name, curve, 0):.3f}", f"{mean(name, curve, -1):.3f} ({min(last):.2f}-{max(last):.2f})"]
+        points = range(len(next(iter(outcome["seeds"].values()))[name]["sampled"]))
+        cells = [f"{mean(name, 'sampled', at):.3f}" for at in points]
+        last = {curve: [point[-1] for point in ends(name, curve, -1)] for _, curve in SHOWN}
         tokens = np.mean([point[1] for point in ends(name, "sampled", -1)]) / 1e3
-        yield [name, *cells, f"{tokens:.0f}"]
+        greedy = f"{mean(name, 'greedy', -1):.3f}", span(last["greedy"])
+        yield [name, *cells, span(last["sampled"]), *greedy, f"{tokens:.0f}"]
 
 
 def markdown(outcome: dict) -> str:
-    lines = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1), *rows(outcome)]
+    head = columns(outcome)
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows(outcome)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
@@ -110,7 +127,7 @@ def draw(outcome: dict, path: Path) -> None:
     with matplotlib.rc_context(report.STYLE):
         figure = Figure(figsize=(13, 2.5 * -(-len(names) // across)), dpi=120, layout="constrained")
         axes = figure.subplots(-(-len(names) // across), across, sharex="row", sharey=True, squeeze=False).flat
-        for ax, name in zip(axes, names):
+        for name, ax in zip(names, axes):  # names first: one more axis would be taken, and left
             shades = [("grpo", report.GRAY), (name, report.ORANGE if name == "shuffled" else report.BLUE)]
             for other, color in [shade for shade in shades if shade[0] in outcome["algorithms"]]:
                 for seed in outcome["seeds"].values():
@@ -154,7 +171,7 @@ def body() -> None:
     directory.write_json(args.out / "algorithms.json", outcome)
     (args.out / "algorithms.md").write_text(markdown(outcome))
     draw(outcome, args.out / "algorithms.png")
-    shown = table(*COLUMNS)
+    shown = table(*columns(outcome))
     for cells in rows(outcome):
         shown.add_row(*cells)
     title = f"{args.experiment.stem} on {mesh.path}: held-out accuracy, mean of {len(args.seeds)} seeds (range)"

@@ -84,8 +84,9 @@ def bytes_per_device(tree) -> int:
 
 def facts(run: Run, mesh: MeshFile, stages: Stages, state, batch: Assessed, flops: int, program) -> dict:
     """What a compiled update needs of a device, and what the closed forms predict of it."""
-    place, needs, lm = stages.actor.place, topology.report(program), run.roles["actor"].lm
-    p = place.placement
+    place, needs, actor = stages.actor.place, topology.report(program), run.roles["actor"]
+    p, lm = place.placement, actor.lm
+    widths = parts.widths(actor.params or "float32", actor.optimizer.moments)
     rows, time = fit(batch, place.rows, place.columns).rollout.mask.shape
     return {
         "mesh": mesh.path,
@@ -95,12 +96,13 @@ def facts(run: Run, mesh: MeshFile, stages: Stages, state, batch: Assessed, flop
         "rows": rows,
         "time": time,
         "flops": flops / p.layout.devices,
-        "bytes": {"params": bytes_per_device(state.params), "optimizer": bytes_per_device(state.optimizer)}
-        | needs["bytes"],
+        "bytes": needs["bytes"]
+        | {"params": bytes_per_device(state.params), "optimizer": bytes_per_device((state.master, state.optimizer))},
         "collectives": needs["collectives"],
         "sent": sum(kind["bytes"] for kind in needs["collectives"].values()),
         "exact": needs["exact"],
-        "predicted": cost.predict(lm, p, rows, time) | {"gradients": parts.state(lm, p.layout, p.zero).gradients},
+        "predicted": cost.predict(lm, p, rows, time, widths)
+        | {"gradients": parts.state(lm, p.layout, p.zero, widths).gradients},
     }
 
 

@@ -37,16 +37,15 @@ def shown(lm: Decoder, think: float, accuracy: float) -> Run:
 
 RUN = Run(
     roles={
-        "actor": Role(STUDENT, shown(STUDENT, 0.5, 0.2), AdamW(lr=8e-4, b2=0.98, warmup=4)),
+        "actor": Role(STUDENT, shown(STUDENT, 0.5, 0.2), AdamW(lr=2e-4, b2=0.98, warmup=4)),
         "teacher": Role(TEACHER, shown(TEACHER, 1.0, 0.95)),
     },
     task=Addition(digits=3),
     objective=distillation(),
     schedule=synchronous,
-    prompts=256,
+    prompts=512,
     n=1,
-    minibatches=2,
-    steps=40,
+    steps=60,
     evaluation=Evaluation(every=10),
     **COMMON,
 )

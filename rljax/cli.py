@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +15,21 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 Experiment = Annotated[
     Path, typer.Argument(metavar="EXPERIMENT", help="Python file that defines RUN", show_default=False)
 ]
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="run directory", show_default=False)]
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="run directory, or one in Hugging Face format", show_default=False)
+]
 Mesh = Annotated[
     Path | None,
     typer.Option("--mesh", metavar="FILE", help="mesh file [default: the experiment's]", show_default=False),
 ]
 Step = Annotated[
     int | None, typer.Option("--step", metavar="N", help="checkpoint of step N [default: latest]", show_default=False)
+]
+Compute = Annotated[
+    str | None,
+    typer.Option(
+        "--compute", metavar="DTYPE", help="of a checkpoint: float32 or bfloat16 [default: float32]", show_default=False
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -50,6 +59,7 @@ def train(
     from rljax.errors import UserError
     from rljax.run import devices, directory, loop
     from rljax.run.display import Display, before_after
+    from rljax.run.export import keep
 
     run = override(load_experiment(str(experiment)), overrides or [])
     validate(run)
@@ -62,6 +72,8 @@ def train(
     loop.fits(run, file)
     with directory.claim(where, resume):
         config = directory.same_run(where, run) if resume else directory.describe(where, run, file, text, experiment)
+        if not resume:
+            keep(run, where)
         with Display(f"{experiment.stem} on {file.path}") as display:
             summary = loop.train(run, file, where, config, display)
         files = {
@@ -89,6 +101,7 @@ def evaluate(
     ] = None,
     mesh: Mesh = None,
     step: Step = None,
+    compute: Compute = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure held-out accuracy, sampled and greedy."""
@@ -98,7 +111,8 @@ def evaluate(
     from rljax.run import serve
     from rljax.run.evaluate import evaluate as measure
 
-    run, stages, params, at = serve.load(target, mesh, step, experiment)
+    with reading() as progress:
+        run, stages, params, at = serve.load(target, mesh, step, experiment, compute=compute, progress=progress)
     metrics, _ = measure(run, stages, params)
     metrics = {**metrics, "step": at}
     if as_json:
@@ -127,15 +141,22 @@ def generate(
         int | None, typer.Option("--max-new", min=1, help="tokens [default: the run's]", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="prompts as they are, not in the chat format")] = False,
     mesh: Mesh = None,
     step: Step = None,
+    compute: Compute = None,
     as_json: AsJson = False,
 ) -> None:
     """Complete prompts: with --json one object per line and completion."""
     from rljax.generate.sampling import Sampling
     from rljax.run import serve
 
-    run, stages, params, _ = serve.load(target, mesh, step, None, max_new)
+    with reading() as progress:
+        run, stages, params, _ = serve.load(
+            target, mesh, step, None, max_new, compute=compute, chat=not raw, progress=progress
+        )
+    if raw:
+        prompt, ids = None, [*(" ".join(map(str, run.tokenizer.encode(text))) for text in prompt or []), *(ids or [])]
     sampling = Sampling(temperature=0.0 if greedy else temperature)
     for row in serve.complete(run, stages, params, prompt or [], ids or [], sampling, n, seed):
         print(json.dumps(row) if as_json else f"{row['prompt']}{row['text']}", flush=True)
@@ -170,6 +191,45 @@ def mesh(
         print(json.dumps(description))
     else:
         Console().print((draw_schedule if schedule else draw).draw(description))
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run directory", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="directory to write", show_default=False)],
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16")] = "bfloat16",
+    step: Step = None,
+    role: Annotated[str, typer.Option("--role", help="actor, or another role that is trained")] = "actor",
+    head: Annotated[
+        str | None,
+        typer.Option("--head", help="tokens or value [default: the first that the role has]", show_default=False),
+    ] = None,
+    mesh: Mesh = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's model as transformers and vLLM read it."""
+    from rljax.mesh.file import load
+    from rljax.run import export as exported
+
+    with reading("write") as progress:
+        saved, at = exported.export(run, str(out), dtype, step, role, head, load(mesh) if mesh else None, progress)
+    if as_json:
+        print(json.dumps({"step": at, "files": saved.files, "bytes": saved.bytes}))
+    else:
+        print(f"{out}: step {at}, {saved.bytes / 1e9:.3g} GB in {len(saved.files)} files")
+
+
+@contextmanager
+def reading(what: str = "read"):
+    """A bar of the bytes read or written, on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None, visible=False)
+        yield lambda done, size: bar.update(task, completed=done, total=size, visible=True)
 
 
 def main(args: list[str] | None = None) -> int:

@@ -68,3 +68,4 @@ class TrainState:
     optimizer: Any
     kl: Float[Array, ""]  # the coefficient now, where it adapts
     moments: Float[Array, "3"]  # of returns, where a critic's are normalized
+    master: Any = None  # matrices in float32, where `params` has them in bfloat16

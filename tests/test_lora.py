@@ -557,7 +557,7 @@ def test_commands_work_on_a_run_with_adapters_and_others_start_from_it(done, fol
     changed = f"roles.actor.start={where}", "roles.actor.lora.rank=3", "steps=1"
     assert trial.rljax("train", file, "--run-dir", after, *changed) == 0
     info = json.loads(next((after / "checkpoints" / "1" / "info").rglob("*")).read_text())
-    assert info["bases"]["actor"]["run"] == f"../{where.name}" and info["bases"]["actor"]["step"] == 2
+    assert info["bases"]["actor"]["start"] == f"../{where.name}" and info["bases"]["actor"]["step"] == 2
     place = on.actor.place
     role = replace(actor, lora=replace(actor.lora, rank=3))
     now = checkpoint.parameters(after, role, ("tokens",), place.mesh, 3).params

@@ -102,7 +102,7 @@ def step(name, layout, objective, heads=("tokens", "value"), on_policy=False, **
     return tiny.Step(mesh, compiled, state, compiled.as_text())
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", tiny.ordinary(LAYOUTS, "seq", "pipe"))
 def test_everything_at_once(case):
     name, layout, strategy = LAYOUTS[case]
     one = step(name, ONE, EVERYTHING)(batch(name))

@@ -57,7 +57,7 @@ SLOW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", tiny.ordinary(CASES | SLOW, *SLOW))
+@pytest.mark.parametrize("case", tiny.ordinary(CASES | SLOW, *SLOW, "ulysses"))
 def test_a_pipeline_computes_the_single_device_update(case):
     model, layout, strategy = (CASES | SLOW)[case]
     result = tiny.step(model, layout, **strategy)(tiny.batch(model))

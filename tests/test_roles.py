@@ -133,7 +133,7 @@ def steps(where: Path, phase: str = "train") -> list[dict]:
 
 
 @pytest.mark.pitfall("T-87")
-@pytest.mark.parametrize("name", tiny.ordinary(RUNS, "normalized critic", "step rewards", "steps"))
+@pytest.mark.parametrize("name", tiny.ordinary(RUNS, "normalized critic", "step rewards", "steps", "KTO", "DPO"))
 def test_a_run_resumed_equals_the_run_uninterrupted(done, folder, name):
     """All of its states, whatever roles it trains, and whatever its frozen roles started from."""
     run, on, whole = done(name)
@@ -264,6 +264,7 @@ def test_packed_rows_train_what_rows_of_their_own_do(done, folder, name):
         jax.tree.map(close, *jax.device_get((a[role].params, b[role].params)))
 
 
+@pytest.mark.slow
 def test_every_role_has_sizes_and_a_mesh_of_its_own(done, folder):
     """The first step of one device, on eight: its completions are the same, and so are their metrics and the states."""
     run, on, whole = done("sizes of their own")

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from jax import P
 
 from rljax.errors import UserError
 from rljax.mesh import Layout
-from rljax.model.table import Tensor, graft, is_tensor, map_table, shardings
+from rljax.model.table import Tensor, completed, init, is_tensor, map_table, shardings
 from rljax.weights.load import load
 from rljax.weights.names import LLAMA, MIXTRAL, PHI3, Interleaved, Naming, deepseek, pieces, stored
 from rljax.weights.save import header, save
@@ -600,13 +601,15 @@ def test_a_tied_head_may_be_stored_and_is_not_read(checkpoint):
 
 def test_a_head_may_be_missing(checkpoint):
     """An actor with a value head, from a checkpoint without one: the rest is loaded, and the head is grafted on."""
-    both = LLAMAS | table(score=(D,))
+    both = LLAMAS | map_table(lambda t: replace(t, std=0.5), table(score=(D,)))
     with pytest.raises(UserError, match=r"1 missing: score.weight; use the model"):
         fresh(both, checkpoint())
     found = fresh(both, checkpoint(), optional=("score.weight",))
     assert found.params["score"] is None and found.table == both | dict(score=None)
-    params = graft(both, found.table, found.params, put(both, values(both), ONE))
-    assert tiny.identical(jax.device_get(params), values(LLAMAS) | dict(score=values(both)["score"]))
+    params = jax.device_get(completed(both, found.table, found.params, ONE.mesh(), 3, seed=5))
+    with jax.set_mesh(ONE.mesh()):
+        score = jax.device_get(init(both, jax.random.key(5))["score"])
+    assert np.abs(score).max() > 0 and tiny.identical(params, values(LLAMAS) | dict(score=score))
     with pytest.raises(UserError, match=r"1 missing: lm_head.weight"):  # only what may be
         fresh(both, checkpoint(lambda t: t.pop("lm_head.weight")), optional=("score.weight",))
 

@@ -38,13 +38,16 @@ class ExactMatch:
 class LastNumber:
     """1 if the last number of the text equals that of the answer and the completion ended by itself, else 0.
 
-    "44 + 35 = 79.", "**79**" and "79.0" all say 79. What was cut short may have lost a digit, so it earns nothing.
+    "44 + 35 = 79.", "**79**" and "79.0" all say 79. What was cut short may have lost a digit, so it earns nothing,
+    unless `cut` is set.
     """
+
+    cut: bool = False
 
     def __call__(self, problem: Problem, completion: Completion) -> float:
         if (right := last_number(problem.answer)) is None:
             raise ValueError(f"the answer {problem.answer!r} holds no number")
-        return float(completion.stopped and last_number(completion.text) == right)
+        return float((completion.stopped or self.cut) and last_number(completion.text) == right)
 
 
 def last_number(text: str) -> Decimal | None:

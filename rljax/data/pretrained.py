@@ -160,6 +160,13 @@ def load(path: str) -> tokenizers.Tokenizer:
     return backend
 
 
+def templated(path: str) -> bool:
+    """Whether the checkpoint in a directory has a chat template."""
+    return Path(path, "chat_template.jinja").is_file() or bool(
+        read(Path(path, "tokenizer_config.json")).get("chat_template")
+    )
+
+
 def source(t: Pretrained, config: dict) -> tuple[str, str]:
     """The text of the chat template, and where it is from."""
     file = Path(t.path, "chat_template.jinja") if t.chat is True else Path(t.chat)

@@ -17,6 +17,7 @@ from rljax.mesh import Strategy, gather, island, reduced, shards, spec_of
 from rljax.mesh.verbs import axes_of, rows, split_over, without
 from rljax.model import attention, latent, moe, nn, products
 from rljax.model.context import across
+from rljax.model.quantize import dense
 from rljax.model.rope import frequencies
 from rljax.types import Tokens
 
@@ -41,7 +42,7 @@ class Frame:
 
 def weight(m, w: Array) -> Array:
     """A matrix, or what adds to it too, as its matmul reads it: in the compute dtype, whole over fsdp."""
-    return products.each(lambda w: gather(reduced(w.astype(m.compute)), "fsdp"), w)
+    return products.each(lambda w: gather(reduced(dense(w, m.compute)), "fsdp"), w)
 
 
 def embed(m, p, tokens: Tokens, strategy: Strategy) -> tuple[Float[Array, "B T D"], Frame]:

@@ -12,6 +12,7 @@ from jax import P, lax
 from rljax.mesh import island, spec_of
 from rljax.mesh.verbs import axes_of
 from rljax.model.entries import add_at, at, put
+from rljax.model.quantize import Quantized, cast
 from rljax.model.table import Tensor
 
 ROWS = ("data", "fsdp")  # of the axes that rows are split over, those that are manual
@@ -32,8 +33,16 @@ def zeros(like, *lead: int, dtype=None):
 
 
 def whole(dtype: str, zero: int, t: Tensor, w, stacked: bool = False):
-    """A weight as blocks read it: a matrix in the compute dtype, whole over fsdp. `stacked`: one layer of a stack."""
-    w = w.astype(dtype) if t.matrix else w
+    """A weight as blocks read it: a matrix in the compute dtype, whole over fsdp. `stacked`: one layer of a stack.
+
+    What is quantized stays so, its values whole.
+    """
+    if isinstance(w, Quantized):
+        return w.replace(values=_whole(zero, t, w.values, stacked))
+    return _whole(zero, t, cast(t, w, dtype), stacked)
+
+
+def _whole(zero: int, t: Tensor, w, stacked: bool):
     dim = _split(t.placed(zero)) if zero == 3 else None
     if dim is None or lax.axis_size("fsdp") == 1:
         return w

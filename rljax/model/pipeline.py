@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
 
-from rljax.mesh import Strategy
+from rljax.mesh import Strategy, spec_of
 from rljax.mesh.orders import BW, IDLE
 from rljax.mesh.schedule import Schedule, build
 from rljax.model import manual, stage
 from rljax.model.entries import at, put
 from rljax.model.manual import MANUAL, ROWS
+from rljax.model.quantize import cast
 from rljax.model.stage import Stage
 from rljax.model.table import LM, learned, map_table, part
 from rljax.model.ticks import OPS, PASS, Carry, Sums
@@ -70,7 +71,7 @@ def forward(lm: LM, params, tokens: Tokens, parts, tail: Callable, strategy: Str
         sums = _run(schedule, _stage(lm, strategy, tail, schedule.part, params, tokens, parts))
         return lax.psum(sums.out, "pipe"), lax.psum(manual.home(schedule.part, sums.seen), ROWS)
 
-    rows, specs = P(None, ROWS), _specs(lm.table, lambda t: t.placed(strategy.zero))
+    rows, specs = P(None, ROWS), jax.tree.map(lambda w: manual.specs(spec_of(w)), params)  # what is quantized has two
     out = rows, P("pipe")
     run = jax.shard_map(body, axis_names=set(MANUAL), check_vma=False, in_specs=(specs, rows, rows), out_specs=out)
     out, seen = run(params, tokens, parts)
@@ -100,8 +101,7 @@ def _stages() -> int:
 
 
 def _stage(lm: LM, strategy: Strategy, tail: Callable, part: np.ndarray, params, *rest) -> Stage:
-    cast = lambda t, w: w.astype(lm.compute) if t.matrix else w
-    work = manual.deal(part, map_table(cast, lm.table.layers, params.layers))
+    work = manual.deal(part, map_table(lambda t, w: cast(t, w, lm.compute), lm.table.layers, params.layers))
     return Stage(lm, strategy, tail, params.replace(layers=None), work, *rest)
 
 

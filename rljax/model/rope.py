@@ -78,6 +78,11 @@ class Yarn:
         return frequency * (kept + (1 - kept) / self.factor)
 
 
+def magnitude(factor: float, weight: float = 1.0) -> float:
+    """What YaRN scales queries and keys by where positions are stretched by a factor (equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
+
+
 def frequencies(head: int, theta: float, scaling=None) -> tuple[Float[np.ndarray, "H2"], float]:
     """The angle that a position adds in each pair of dimensions, and what cosines and sines are multiplied by."""
     frequency = theta ** (-np.arange(head // 2) / (head // 2))

@@ -139,19 +139,25 @@ def init(table, key, zero: int = 3, dtype=jnp.float32):
     return map_table(one, table)
 
 
-def lacking(table, other):
-    """The tensors of a table that another has not; None for the rest."""
-    have = {(t.name, t.first) for t in jax.tree.leaves(other, is_leaf=is_tensor)}
-    return map_table(lambda t: None if (t.name, t.first) in have else t, table)
+def graft(table, other, params):
+    """Parameters of `table`, all of which `params`, of the table `other`, has too."""
+    have = _named(other, params)
+    return map_table(lambda t: have[t.name, t.first], table)
 
 
-def graft(table, other, params, fresh=None):
-    """Parameters of `table`: its tensors that `params`, of the table `other`, has too, and the rest from `fresh`."""
-    leaves = lambda tree: jax.tree.leaves(tree, is_leaf=is_tensor)
-    have = {(t.name, t.first): w for t, w in zip(leaves(other), jax.tree.leaves(params), strict=True)}
-    if fresh is None:
-        return map_table(lambda t: have[t.name, t.first], table)
-    return map_table(lambda t, w: have.get((t.name, t.first), w), table, fresh)
+def completed(table, other, params, mesh: jax.sharding.Mesh, zero: int, seed: int):
+    """Parameters of `table`: those that `params`, of the table `other`, has too, and the rest fresh, from `seed`."""
+    have = _named(other, params)
+    rest = [t for t in jax.tree.leaves(table, is_leaf=is_tensor) if (t.name, t.first) not in have]
+    with jax.set_mesh(mesh):
+        fresh = jax.jit(lambda: init(rest, jax.random.key(seed), zero))() if rest else []
+    return graft(table, [*jax.tree.leaves(other, is_leaf=is_tensor), *rest], [*jax.tree.leaves(params), *fresh])
+
+
+def _named(table, params) -> dict:
+    """Parameters by name and first layer."""
+    tensors = jax.tree.leaves(table, is_leaf=is_tensor)
+    return {(t.name, t.first): w for t, w in zip(tensors, jax.tree.leaves(params), strict=True)}
 
 
 def count(table) -> int:

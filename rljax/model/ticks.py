@@ -143,6 +143,7 @@ def _learn(s: Stage, r, sums: Sums, dw):
 
 
 def _add_head(s: Stage, total, g):
+    g = jax.tree.map(lambda g: g.astype(jnp.float32), g)
     return add(total, stage.scattered(s.strategy.zero, learned(_head(s)), g))
 
 

@@ -17,7 +17,7 @@ from rljax.model.decoder import Decoder
 from rljax.model.forward import LOGITS
 from rljax.model.moe import Experts
 from rljax.model.ring import TILE
-from rljax.plan.parts import WIDTH, parts, state
+from rljax.plan.parts import OURS, WIDTH, Widths, parts, state
 
 AR, AG, RS, A2A, CP = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
 
@@ -81,11 +81,11 @@ def cache(m: Decoder, layout: Layout, rows: int, slots: int) -> int:
     return rows // layout.rows * slots // layout.seq * each
 
 
-def predict(m: Decoder, place: Placement, rows: int, time: int) -> dict:
+def predict(m: Decoder, place: Placement, rows: int, time: int, widths: Widths = OURS) -> dict:
     """What an update of `rows` sequences of `time` tokens asks of a device: FLOPs; bytes of parameters, of optimizer
     state and of stored activations; and bytes sent by kind of collective."""
-    held, kinds = state(m, place.layout, place.zero), Counter()
-    for (kind, _), size in sent(m, place, rows, time).items():
+    held, kinds = state(m, place.layout, place.zero, widths), Counter()
+    for (kind, _), size in sent(m, place, rows, time, widths).items():
         kinds[kind] += size
     return {
         "flops": train(m, place, rows, time),
@@ -166,7 +166,7 @@ def activations(m: Decoder, place: Placement, rows: int, time: int) -> int:
     return 4 * layers * stream + wide * b // (layout.tensor * layout.pipe) + rest
 
 
-def sent(m: Decoder, place: Placement, rows: int, time: int) -> Counter:
+def sent(m: Decoder, place: Placement, rows: int, time: int, widths: Widths = OURS) -> Counter:
     """{(kind, axis): bytes that a device sends in an update}; "replicas": the axes that gradients are summed over.
 
     Latents over tensor, and what norms over all heads sum there, are left out.
@@ -175,7 +175,7 @@ def sent(m: Decoder, place: Placement, rows: int, time: int) -> Counter:
     for each in (_tensor, _context, _experts):
         for key, size in each(m, place, tokens).items():
             found[key] += place.microbatches * size
-    return +(found + _state(m, place) + _pipe(m, place, tokens))
+    return +(found + _state(m, place, widths) + _pipe(m, place, tokens))
 
 
 def _part(n: int, size: int) -> int:
@@ -183,7 +183,7 @@ def _part(n: int, size: int) -> int:
     return size * (n - 1) // n
 
 
-def _state(m: Decoder, place: Placement) -> Counter:
+def _state(m: Decoder, place: Placement, widths: Widths) -> Counter:
     """Weights gathered and gradients summed.
 
     At ZeRO-3 matrices are gathered where they are read, those of blocks again in the backward pass, and gradients are
@@ -201,7 +201,7 @@ def _state(m: Decoder, place: Placement) -> Counter:
         if not split:
             continue
         if place.zero < 3:
-            found[AG, "fsdp"] += _part(n, 4 * whole)
+            found[AG, "fsdp"] += _part(n, widths.params * whole)
             found[RS, "fsdp"] += (place.microbatches if place.zero == 2 else 1) * _part(n, 4 * whole)
             continue
         each = place.microbatches

@@ -6,10 +6,15 @@ They come in groups that lie alike, which is also what decides where they are ga
 from math import prod
 from typing import NamedTuple
 
+import jax
+
 from rljax.mesh import Layout
+from rljax.mesh.verbs import split_over
 from rljax.model.decoder import Decoder
 from rljax.model.lora import LoRA
 from rljax.model.moe import Experts
+from rljax.model.quantize import contracted, eight, scales
+from rljax.model.table import is_tensor
 
 WIDTH = {"float32": 4, "bfloat16": 2}  # bytes of a number
 
@@ -89,7 +94,7 @@ def adapters(m: Decoder, lora: LoRA) -> list[Part]:
         for name, (into, out, ends) in (attention | more).items():
             if layers and any(f".{name}".endswith(f".{target}") for target in lora.targets):
                 for size, axes in zip((into, out), ends):
-                    found.append(Part(layers * size * lora.rank, (*over, *axes), "fsdp" in axes, layers))
+                    found.append(Part(layers * size * lora.rank, (*over, *axes), layers=layers))
     return found
 
 
@@ -111,7 +116,7 @@ def parameters(m: Decoder) -> Parameters:
 
 
 class Widths(NamedTuple):
-    """Bytes of a parameter."""
+    """Bytes of a matrix's element. Norms and biases are float32 and their own master, whatever matrices are."""
 
     params: int
     gradients: int
@@ -120,6 +125,12 @@ class Widths(NamedTuple):
 
 
 OURS = Widths(4, 4, 0, 8)  # parameters are their own float32 master
+
+
+def widths(params: str = "float32", moments: str = "float32") -> Widths:
+    """Those of a trained `Role.params` and of `AdamW.moments`."""
+    narrow = params == "bfloat16"
+    return Widths(4 - 2 * narrow, 4, 4 * narrow, 8 if moments == "float32" else 4)
 
 
 class State(NamedTuple):
@@ -137,10 +148,24 @@ def state(m: Decoder, layout: Layout, zero: int, widths: Widths = OURS, lora: Lo
     they are multiplied in.
     """
     own = adapters(m, lora) if lora else parts(m)
-    held = lambda level: sum(part.share(layout, zero >= level) for part in own)
-    still = sum(
-        part.share(layout, zero == 3) * (WIDTH[m.compute] if part.matrix else widths.params)
-        for part in (parts(m) if lora else [])
+
+    def held(level: int, matrix: int, other: int, of=own) -> int:
+        return sum(part.share(layout, zero >= level) * (matrix if part.matrix else other) for part in of)
+
+    return State(
+        held(3, widths.params, OURS.params) + (held(3, WIDTH[m.compute], OURS.params, parts(m)) if lora else 0),
+        held(2, widths.gradients, widths.gradients),
+        held(1, widths.master + widths.moments, OURS.master + widths.moments),
     )
-    optimizer = held(1) * (widths.master + widths.moments)
-    return State(held(3) * widths.params + still, held(2) * widths.gradients, optimizer)
+
+
+def frozen(table, layout: Layout, zero: int, params: str | None) -> int:
+    """Bytes of a device for the parameters of a frozen role, held as `Role.params` says; None counts as float32."""
+    share = lambda size, spec: size // prod(getattr(layout, axis) for axis in split_over(spec))
+
+    def held(t) -> int:
+        if eight(t, params):
+            return share(t.size, t.placed(zero)) + 4 * share(t.size // t.shape[contracted(t)], scales(t, t.spec))
+        return share(t.size, t.placed(zero)) * (2 if params == "bfloat16" and t.matrix else 4)
+
+    return sum(map(held, jax.tree.leaves(table, is_leaf=is_tensor)))

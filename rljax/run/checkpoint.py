@@ -16,16 +16,18 @@ from rljax.config import from_json, to_json
 from rljax.errors import UserError
 from rljax.model import lora
 from rljax.model.lora import LoRA
-from rljax.model.table import LM, abstract, graft, init, is_tensor, join, lacking, learned, map_table
+from rljax.model.table import LM, abstract, completed, graft, init, is_tensor, join, learned, map_table
+from rljax.run.imported import Restored, imported, is_checkpoint
 from rljax.run.run import Checkpoints
+from rljax.train.master import masters, restored
 from rljax.types import TrainState
 
 
 class Saver:
     """The checkpoints of one phase; the latest and the best by a metric are kept.
 
-    In `where/STEP` lie the learned parameters of each trained role, by its name, the rest of its state in `ROLE-state`,
-    and `info`, which says of roles with adapters what these belong to (`bases`).
+    In `where/STEP` lie the learned parameters of each trained role in float32, by its name, the rest of its state in
+    `ROLE-state`, and `info`, which says of roles with adapters what these belong to (`bases`).
     """
 
     def __init__(self, where: Path, settings: Checkpoints):
@@ -54,8 +56,8 @@ class Saver:
         moments = {role: jax.device_get(state.moments).tolist() for role, state in states.items()}
         items = {"info": ocp.args.JsonSave(info | {"moments": moments, "bases": self.bases})}
         for role, state in states.items():
-            items[role] = ocp.args.StandardSave(state.params)
-            items[f"{role}-state"] = ocp.args.StandardSave(state.replace(params=None))
+            items[role] = ocp.args.StandardSave(masters(state))
+            items[f"{role}-state"] = ocp.args.StandardSave(_rest(state))
         score = metrics.get(self.best, math.nan)
         score = score if math.isfinite(score) else -math.inf  # not measured here: no order is defined with NaN
         with self.written():
@@ -66,10 +68,10 @@ class Saver:
         """The states at a step, placed like `like`, and their info."""
         items = {"info": ocp.args.JsonRestore()}
         for role, state in like.items():
-            items[role] = ocp.args.StandardRestore(state.params)
-            items[f"{role}-state"] = ocp.args.StandardRestore(state.replace(params=None))
+            items[role] = ocp.args.StandardRestore(masters(state))
+            items[f"{role}-state"] = ocp.args.StandardRestore(_rest(state))
         found = self.manager.restore(step, args=ocp.args.Composite(**items))
-        return {role: found[f"{role}-state"].replace(params=found[role]) for role in like}, found["info"]
+        return {role: restored(found[f"{role}-state"], found[role], like[role]) for role in like}, found["info"]
 
     def finish(self) -> None:
         """Waits for what is being written; an error of a background write surfaces here."""
@@ -92,12 +94,8 @@ class Saver:
             raise UserError(f"{self.where}: a checkpoint could not be written: {reason}; {rule}") from error
 
 
-class Restored(NamedTuple):
-    """A role as a run left it."""
-
-    params: object
-    step: int
-    moments: list[float]  # of the returns that its values are scaled by
+def _rest(state: TrainState) -> TrainState:
+    return state.replace(params=None, master=None)
 
 
 class Base(NamedTuple):
@@ -106,7 +104,7 @@ class Base(NamedTuple):
     lora: LoRA
     heads: tuple[str, ...]
     seed: int  # that fresh parameters were drawn from
-    run: str | None  # the directory of the run that the others are from, seen from that of the run with the adapters
+    start: str | None  # the directory that the others are from, of a run as seen from that of the run with adapters
     step: int | None
     role: str
 
@@ -116,13 +114,13 @@ class Base(NamedTuple):
 
 def parameters(
     run_dir: Path, model, heads: tuple[str, ...], mesh: jax.sharding.Mesh, zero: int, step: int | None = None,
-    role: str = "actor", seed: int = 0, fold: bool = False,
+    role: str = "actor", seed: int = 0,
 ) -> Restored:  # fmt: skip
     """The parameters of a run's role, at a step or the latest, straight onto a mesh.
 
     `model.build(heads)` is what they are for: a head or adapters that the checkpoint lacks are fresh, drawn from
-    `seed`, and a head that it has besides is left out. Where the model has not the checkpoint's adapters, or with
-    `fold`, these are added to the matrices. A run that did not train `role` gives its actor.
+    `seed`, and a head that it has besides is left out. Adapters that the model has not are added to the matrices. A run
+    that did not train `role` gives its actor.
     """
     where = run_dir / "checkpoints"
     if not where.is_dir():
@@ -144,11 +142,10 @@ def parameters(
         params = manager.restore(step, args=ocp.args.Composite(**{role: ocp.args.StandardRestore(like)}))[role]
     if base:
         params = join(params, _frozen(run_dir, base, plain, table, mesh, zero))
-        if fold or getattr(model, "lora", None) is None or unlike(model.lora, base.lora):
+        if getattr(model, "lora", None) is None or unlike(model.lora, base.lora):
             with jax.set_mesh(mesh):
                 table, params = lora.base(table), jax.jit(lora.merged)(params)
-    wanted = model.build(heads).table
-    params = graft(wanted, table, params, _fresh(lacking(wanted, table), mesh, zero, seed))
+    params = completed(model.build(heads).table, table, params, mesh, zero, seed)
     return Restored(params, step, info["moments"][role])
 
 
@@ -157,20 +154,17 @@ def unlike(a: LoRA, b: LoRA) -> bool:
     return replace(a, dropout=0.0) != replace(b, dropout=0.0)
 
 
-def _fresh(table, mesh, zero: int, seed: int):
-    with jax.set_mesh(mesh):
-        return jax.jit(lambda: init(table, jax.random.key(seed), zero))()
-
-
 def _frozen(run_dir: Path, base: Base, plain, table, mesh, zero: int):
     """The frozen parameters of a table, from where the run's own were."""
-    whole = plain.build(base.heads).table
-    if base.run is None:
-        params = _fresh(whole, mesh, zero, base.seed)
+    whole, where = plain.build(base.heads).table, run_dir / (base.start or "")
+    if base.start is None:
+        with jax.set_mesh(mesh):
+            params = jax.jit(lambda: init(whole, jax.random.key(base.seed), zero))()
+    elif not where.is_dir():
+        raise UserError(f"{run_dir} has but adapters to what {where} holds, which is missing: put it back there")
+    elif is_checkpoint(where):
+        params = imported(where, plain, base.heads, mesh, zero, base.seed).params
     else:
-        where = run_dir / base.run
-        if not where.is_dir():
-            raise UserError(f"{run_dir} has but adapters to what {where} holds, which is missing: put it back there")
         params = parameters(where, plain, base.heads, mesh, zero, base.step, base.role, base.seed).params
     return graft(map_table(lambda t: t if t.frozen else None, table), whole, params)
 

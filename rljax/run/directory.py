@@ -50,9 +50,17 @@ def claim(path: Path, resume: bool) -> Iterator[Path]:
             lock.flush()
             yield path
         except BaseException:
-            if not resume and not _stepped(path):
+            if not resume and not _stepped(path) and _same(path / ".lock", lock):
                 _remove(path, new)
             raise
+
+
+def _same(path: Path, file) -> bool:
+    """Whether an open file still has its name: a directory removed and made anew is another process's."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except OSError:
+        return False
 
 
 def _stepped(path: Path) -> bool:
@@ -144,9 +152,7 @@ def run_directory(target: str) -> Path:
         raise UserError(
             f"{target} does not exist; {nearest(path.name, beside)}" if beside else f"{target} does not exist"
         )
-    raise UserError(
-        f"{target} is no run directory (no config.json of a run); checkpoints of other kinds are not supported yet"
-    )
+    raise UserError(f"{target} is no run directory: it has no config.json of a run")
 
 
 def _git() -> dict | None:

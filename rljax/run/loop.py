@@ -14,11 +14,13 @@ import jax
 
 from rljax.errors import Interrupted, RunFailed
 from rljax.mesh.file import MeshFile
+from rljax.model.table import completed
 from rljax.run import report
 from rljax.run.checkpoint import Base, Saver, parameters
 from rljax.run.directory import run_directory, write_json
 from rljax.run.display import Display
 from rljax.run.evaluate import held_out, measure, verifiers_of
+from rljax.run.imported import imported, is_checkpoint
 from rljax.run.metrics import JsonLines, MetricsLog, read, truncate
 from rljax.run.reference import keep
 from rljax.run.run import Fresh, Run, Warm
@@ -87,7 +89,9 @@ def train(run: Run, mesh: MeshFile, where: Path, config: dict, display: Display)
         return _train(chain[-1], build(chain[-1].run, mesh), log, samples, display, stopped)
 
 
-def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict[str, TrainState], dict, dict]:
+def first_states(
+    phase: Phase, stages: Stages, at: dict[str, int], display: Display | None = None
+) -> tuple[dict[str, TrainState], dict, dict]:
     """(states before the first step, parameters of frozen roles, {role: the step of the run directory it is from}).
 
     `at` says which steps these were when the run was begun; else they are the latest.
@@ -95,11 +99,16 @@ def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict
     run, states, frozen, steps = phase.run, {}, {}, {}
 
     def found(role: str, place, of: str):
-        start, heads = run.roles[of].start, run.heads(role)
+        """What a role starts from, without adapters."""
+        start, heads, at_zero = run.roles[of].start, run.heads(role), (place.mesh, place.placement.zero)
+        model, lora = run.roles[role].lm, run.roles[role].lora
+        if isinstance(start, str) and is_checkpoint(start):
+            told = display and (lambda done, size: display.stage(f"read {role} {done / size:.0%}"))
+            dtype = (lambda t: model.compute if t.matrix else "float32") if lora else "float32"
+            based(role, os.path.abspath(start), None)
+            return imported(start, model, heads, *at_zero, seed=run.seed, dtype=dtype, progress=told, role=role)
         where = Path(start.where) if isinstance(start, Warm) else run_directory(start)
-        restored = parameters(
-            where, run.roles[role], heads, place.mesh, place.placement.zero, at.get(role), role, run.seed, fold=True
-        )
+        restored = parameters(where, model, heads, *at_zero, at.get(role), role=role, seed=run.seed)
         steps[role] = restored.step
         based(role, os.path.relpath(where, phase.where), restored.step)
         return restored
@@ -108,6 +117,11 @@ def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict
         if (lora := run.roles[role].lora) is not None:
             phase.saver.bases[role] = Base(lora, run.heads(role), run.seed, *base, role).to_json()
 
+    def adapting(role: str, player, params):
+        """Parameters with fresh adapters, where the role has some."""
+        table, place = run.roles[role].lm.build(run.heads(role)).table, player.place
+        return completed(player.lm.table, table, params, place.mesh, place.placement.zero, run.seed)
+
     for role, player in stages.trained.items():
         of = role if run.roles[role].start is not None else "actor"
         if isinstance(run.roles[of].start, Fresh):
@@ -115,7 +129,7 @@ def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict
             based(role, None, None)
         else:
             restored = found(role, player.place, of)
-            states[role] = player.adopt(restored.params, restored.moments)
+            states[role] = player.adopt(adapting(role, player, restored.params), restored.moments)
     for role, judge in stages.frozen.items():
         start = run.roles[role].start
         if start is None:
@@ -123,17 +137,17 @@ def first_states(phase: Phase, stages: Stages, at: dict[str, int]) -> tuple[dict
         elif isinstance(start, Fresh):
             frozen[role] = judge.begin(run.seed)
         else:
-            frozen[role] = found(role, judge.place, role).params
+            frozen[role] = judge.hold(found(role, judge.place, role).params)
     return states, frozen, steps
 
 
 def _warm_up(phase: Phase, stages: Stages, log, display, stopped) -> None:
     """Takes the steps that are left of a run that another starts from."""
-    states, frozen, _ = first_states(phase, stages, {})
+    display.phase(phase.name, phase.run.steps)
+    states, frozen, _ = first_states(phase, stages, {}, display)
     keep_reference(phase, stages, frozen)
     states, first, done, seconds = resumed(phase, stages, states)
     if not done:
-        display.phase(phase.name, phase.run.steps)
         steps(phase, stages, states, frozen, first, seconds, log, None, display, stopped)
 
 
@@ -141,8 +155,8 @@ def _train(phase: Phase, stages: Stages, log, samples, display, stopped) -> dict
     run, where = phase.run, phase.where
     path = where / "summary.json"
     begun = json.loads(path.read_text()) if phase.latest is not None and path.exists() else {}
-    states, frozen, start = first_states(phase, stages, begun.get("start") or {})
     display.phase(phase.name, run.steps)
+    states, frozen, start = first_states(phase, stages, begun.get("start") or {}, display)
     keep_reference(phase, stages, frozen)
     if not begun:
         display.stage("evaluate")

@@ -12,7 +12,8 @@ from rljax.generate.relay import in_flight
 from rljax.mesh import BATCH
 from rljax.mesh.file import MeshFile, Placement
 from rljax.model.attention import BLOCKS
-from rljax.model.table import LM, misfits, shardings
+from rljax.model.quantize import shardings
+from rljax.model.table import LM, misfits
 
 OPTIONS = {
     # Where XLA fuses, it would keep bfloat16 values in float32: the same policy, scored by two programs, would differ.
@@ -55,8 +56,9 @@ class Place:
         """Rows and scalars without values: what a compiler needs to know of them."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.where(x)), tree)
 
-    def shardings(self, lm: LM):
-        return shardings(lm.table, self.mesh, self.placement.zero)
+    def shardings(self, lm: LM, params: str | None = None):
+        """Of parameters held as `Role.params` says."""
+        return shardings(lm.table, self.mesh, self.placement.zero, params)
 
 
 def place(mesh: MeshFile, lm: LM, stage: str, role: str = "actor", trainable: bool = True, devices=None) -> Place:

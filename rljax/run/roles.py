@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from rljax.data.rows import fit
 from rljax.mesh.move import Kept, move
 from rljax.model.forward import Outputs, outputs
+from rljax.model.quantize import cast, hold
 from rljax.model.table import LM, init, join, learned, map_table, part
 from rljax.run.place import Place, compiled
 from rljax.train import running
@@ -43,17 +44,18 @@ class Frozen(NamedTuple):
     lm: LM
     place: Place
     begin: Callable  # seed -> fresh parameters
-    freeze: Callable  # parameters on any mesh, which of them are frozen there -> a copy of the others on its own
+    hold: Callable  # parameters on any mesh -> the same, in the precision of the role
+    freeze: Callable  # parameters on any mesh, which of them never change -> on its own, in that precision
     score: Callable  # parameters, Rollout -> Outputs
     programs: dict[str, Callable]
 
 
 def trained(
     lm: LM, place: Place, objective: Objective, optimizer, adjust: Callable, on_policy: bool, seed: int,
-    routed: bool = True,
+    routed: bool = True, dtype: str = "float32",
 ) -> Trained:  # fmt: skip
     """`optimizer` builds an optax transformation from which parameters are matrices. Unless `routed`, tokens come
-    without the experts that another model chose for them.
+    without the experts that another model chose for them. `dtype` is that of the learned matrices held.
 
     A TrainState has all of the role's parameters; programs take and give back the learned ones, donated, and take the
     frozen ones besides, which so stay where they are. Frozen matrices are in the dtype that they are multiplied in.
@@ -62,8 +64,8 @@ def trained(
     kl = objective.kl or objective.kl_in_reward
     optimizer = optimizer(map_table(lambda t: t.matrix, learned(lm.table)))
     drawn = lambda seed: stored(lm, init(lm.table, jax.random.key(seed), zero))
-    born = jax.jit(lambda seed: start(lm, drawn(seed), optimizer, zero, kl))
-    begun = jax.jit(lambda params: start(lm, params, optimizer, zero, kl))
+    born = jax.jit(lambda seed: start(lm, drawn(seed), optimizer, zero, kl, dtype))
+    begun = jax.jit(lambda params: start(lm, params, optimizer, zero, kl, dtype))
     updated = compiled(
         partial(
             update, lm=lm, objective=objective, optimizer=optimizer, adjust=adjust, on_policy=on_policy,
@@ -109,29 +111,40 @@ def trained(
 
 def stored(lm: LM, params):
     """Parameters as a trained role has them: frozen matrices, which need no more, in the dtype of their products."""
-    one = lambda t, w: w if w is None or not (t.frozen and t.matrix) else w.astype(lm.compute)
+    one = lambda t, w: cast(t, w, lm.compute) if t.frozen and w is not None else w
     return map_table(one, lm.table, params)
 
 
-def frozen(lm: LM, place: Place, adjust: Callable, kept: Kept) -> Frozen:
-    """`kept` has what other roles never change, so that those that lie alike have it together."""
+def frozen(lm: LM, place: Place, adjust: Callable, kept: Kept, precision: str | None = None) -> Frozen:
+    """`precision` is what the role holds matrices in; None: as they come. What never changes and comes as the role
+    holds it, `kept` gives to all that lie alike."""
     scored = scorer(lm, place, adjust)
 
-    born = jax.jit(lambda seed: init(lm.table, jax.random.key(seed), place.placement.zero))
+    born = jax.jit(lambda seed: hold(lm.table, init(lm.table, jax.random.key(seed), place.placement.zero), precision))
+    held = jax.jit(lambda params: hold(lm.table, params, precision))
+
+    def narrow(params):
+        if precision is None:
+            return params
+        with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
+            return held(params)
 
     def begin(seed: int):
         with jax.set_mesh(place.mesh):
             return born(place.put(np.uint32(seed)))
 
     def freeze(params, still=None):
-        where, still = place.shardings(lm), still or jax.tree.map(lambda w: False, params)
+        where = place.shardings(lm, precision)
+        if precision is not None:
+            return move(narrow(params), where, share=True)
+        still = still or jax.tree.map(lambda w: False, params)
         of = lambda tree, kind: jax.tree.map(lambda x, known: x if known == kind else None, tree, still)
         return join(move(of(params, False), of(where, False)), kept(of(params, True), of(where, True))[0])
 
     def score(params, rollout: Rollout) -> Outputs:
         return _on_host(scored, place, rollout, False, params, _whole(np.zeros(3, np.float32), place))
 
-    return Frozen(lm, place, begin, freeze, score, {"score": scored})
+    return Frozen(lm, place, begin, narrow, freeze, score, {"score": scored})
 
 
 def scorer(lm: LM, place: Place, adjust: Callable) -> Callable:

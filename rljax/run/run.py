@@ -8,6 +8,7 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.errors import UserError
 from rljax.generate.sampling import Sampling
 from rljax.model.lora import LoRA, adapted
+from rljax.model.quantize import EIGHT, FROZEN, TRAINED
 from rljax.model.table import LM
 from rljax.run.metrics import Tracker
 from rljax.train.objectives import Objective
@@ -39,15 +40,24 @@ class Role:
     its backbone. A head that is not in what a role starts from is fresh.
 
     With `lora`, what a trained role starts from stays as it is: only adapters to it, and a value head, are trained.
+
+    `params` is what matrices are held in: "float32"; "bfloat16", where a role is trained besides a float32 master; or
+    of a frozen role "int8" or "float8", with a scale for each output channel. None is float32, or of a frozen role
+    whatever it comes in.
     """
 
     lm: object  # has build(heads) -> LM
     start: "Fresh | Run | Warm | str | None" = None
     optimizer: AdamW | None = None
     head: str | None = None  # "tokens" or "value"; None: what the role's name says
+    params: str | None = None
     lora: LoRA | None = None
 
     def __post_init__(self):
+        known = TRAINED if self.optimizer else FROZEN
+        if self.params not in (None, *known):
+            only = " (int8 and float8 are for roles without an optimizer)" if self.params in FROZEN else ""
+            raise ValueError(f"params={self.params!r} must be {' or '.join(map(repr, known))}, or None{only}")
         if self.head not in (None, "tokens", "value"):
             raise ValueError(f"head={self.head!r} must be 'tokens' or 'value'")
 
@@ -205,6 +215,12 @@ class Run:
                 raise UserError(f"roles.{name}.lora: {error}") from None
             if name not in ("critic", "reference") and role.start is None:
                 raise UserError(f"roles.{name}.start is None: set Fresh(), a run directory or a Run")
+            if role.optimizer and role.params == "bfloat16" and (c := getattr(role.lm, "compute", None)) == "float32":
+                rule = 'mixed precision multiplies in bfloat16 too: set lm.compute="bfloat16", or params="float32"'
+                raise UserError(f"roles.{name}.params='bfloat16' with lm.compute={c!r}: {rule}")
+            if name == "reference" and role.params in EIGHT and self.pairs.of == name:
+                rule = 'what completes prompts is not quantized: "bfloat16" would do, or pairs.of="actor"'
+                raise UserError(f"roles.{name}.params={role.params!r} with pairs.of={self.pairs.of!r}: {rule}")
             if name == "critic" and self.heads(name) != ("value",):
                 raise UserError(f"roles.critic.head={role.head!r}: a critic has a value head")
 

@@ -1,29 +1,57 @@
-"""A trained run put to use: evaluated, or completing prompts."""
+"""A trained run or a checkpoint put to use: evaluated, or completing prompts."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rljax.config import load_experiment, validate
+from rljax.data.pretrained import Pretrained, stop_ids, templated
+from rljax.data.problems import Problem
 from rljax.data.rows import Prompts, prompt_rows, real
+from rljax.data.tokenizer import Plain
 from rljax.errors import UserError
 from rljax.generate.sampling import Sampling
 from rljax.mesh.file import load as load_mesh
+from rljax.mesh.file import parse
 from rljax.run import devices
 from rljax.run.checkpoint import parameters
 from rljax.run.directory import recall, run_directory
-from rljax.run.run import Run
+from rljax.run.imported import decoder, imported, is_checkpoint
+from rljax.run.run import Role, Run
+from rljax.run.schedules import supervised
 from rljax.run.stages import Stages, build
+from rljax.train.algorithms import sft
+from rljax.train.optimizer import AdamW
 from rljax.types import STOP
+from rljax.weights.load import Progress
+
+ALONE = 'platform = "cpu"\ndevices = 1\n[train]\ndata = 1\n'  # where no mesh file says otherwise
 
 
-def load(target: str, mesh: Path | None, step: int | None, experiment: Path | None, max_new: int | None = None):
-    """(run, stages, parameters on the generation mesh, step) of a run directory.
+@dataclass(frozen=True)
+class NoTask:
+    """What a checkpoint has of problems."""
 
-    An experiment given stands in for the run's own task, rewards, tokenizer and sizes.
+    def batch(self, count: int, seed: int, step: int, held_out: bool = False) -> list[Problem]:
+        raise UserError("a checkpoint has no problems to be evaluated on: give --experiment FILE")
+
+
+def load(
+    target: str, mesh: Path | None, step: int | None, experiment: Path | None, max_new: int | None = None,
+    compute: str | None = None, chat: bool = True, progress: Progress | None = None,
+):  # fmt: skip
+    """(run, stages, parameters on the generation mesh, step) of a run directory, or of one in Hugging Face format.
+
+    An experiment given stands in for the run's own task, rewards, tokenizer and sizes. `compute` and `chat` are for
+    checkpoints: the dtype of matrices and activations, and whether prompts are rendered by the chat template.
     """
-    where = run_directory(target)
-    _, run, file = recall(where)
+    checkpoint = is_checkpoint(target)
+    if checkpoint and step is not None:
+        raise UserError(f"--step {step}: {target} is a checkpoint, which has no steps")
+    if compute and not checkpoint:
+        raise UserError(f"--compute {compute}: {target} is a run, which says what it computes in")
+    where = None if checkpoint else run_directory(target)
+    run, file = (of_checkpoint(target, compute or "float32", chat), None) if checkpoint else recall(where)[1:]
     if "tokens" not in run.heads("actor"):
         raise UserError(f'{target}: its actor has head="value", which scores completions and makes none')
     if experiment:
@@ -33,12 +61,42 @@ def load(target: str, mesh: Path | None, step: int | None, experiment: Path | No
         run = replace(other, roles=run.roles)
     if max_new:
         run = replace(run, max_new=max_new)
-    file = load_mesh(mesh) if mesh else file
+    file = load_mesh(mesh) if mesh else file or parse(ALONE, "of one device")
     devices.configure(file)
     stages = build(run, file)
-    place, role = stages.generate, run.roles["actor"]
-    found = parameters(where, role, run.heads("actor"), place.mesh, place.placement.zero, step)
-    return run, stages, found.params, found.step
+    at, role, heads = stages.generate, run.roles["actor"], run.heads("actor")
+    if not checkpoint:
+        found = parameters(where, role, heads, at.mesh, at.placement.zero, step)
+        return run, stages, found.params, found.step
+    dtype = lambda t: role.lm.compute if t.matrix else "float32"
+    params = imported(target, role.lm, heads, at.mesh, at.placement.zero, dtype=dtype, progress=progress).params
+    return run, stages, params, None
+
+
+def of_checkpoint(target: str, compute: str, chat: bool) -> Run:
+    """A run whose actor is a checkpoint, to generate with."""
+    lm = replace(decoder(target), compute=compute)
+    tokenizer = Numbers(lm.vocab, stop_ids(Path(target)))
+    if (Path(target) / "tokenizer.json").is_file():
+        tokenizer = Pretrained(target, chat=chat and templated(target))
+    return Run(
+        roles={"actor": Role(lm, start=target, optimizer=AdamW())}, task=NoTask(), tokenizer=tokenizer,
+        objective=sft(), schedule=supervised, max_new=128,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Numbers(Plain):
+    """Ids without text, of a checkpoint without a tokenizer."""
+
+    vocab: int
+    stop: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]:
+        raise UserError(f'the checkpoint has no tokenizer.json, so {text[:40]!r} has no ids: give --ids "1 2 3"')
+
+    def decode(self, ids) -> str:
+        return " ".join(str(int(i)) for i in ids if int(i) not in self.stop)
 
 
 def complete(

@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rljax.data.rows import Prompts
@@ -16,7 +15,7 @@ from rljax.generate.decode import generate
 from rljax.generate.sampling import Sampling
 from rljax.mesh.file import MeshFile
 from rljax.mesh.move import Kept, bytes_to_move, move
-from rljax.model.table import graft, join, lacking, learned, map_table, part
+from rljax.model.table import completed, graft, join, learned, map_table, part
 from rljax.run.place import Place, compiled, place
 from rljax.run.roles import Frozen, Trained, frozen, trained
 from rljax.run.run import Run
@@ -51,12 +50,10 @@ class Stages(NamedTuple):
         return judge.freeze(graft(judge.lm.table, table, states["actor"].params), still)
 
     def acting(self, role: str, params):
-        """The actor's parameters that make it say what a frozen role of its kind says."""
+        """The actor's parameters that make it say what a frozen role of its kind says: fresh adapters add nothing."""
         judge, table = self.frozen[role], self.actor.lm.table
-        zeros = lambda t: jnp.zeros(t.shape, out_sharding=t.placed(judge.place.placement.zero))
-        with jax.set_mesh(judge.place.mesh):
-            adapters = map_table(zeros, lacking(table, judge.lm.table))
-        return graft(table, judge.lm.table, params, adapters)
+        place = judge.place
+        return completed(table, judge.lm.table, params, place.mesh, place.placement.zero, 0)
 
     def compiles(self) -> dict[str, int]:
         """Programs compiled so far, by stage: one for each shape that the stage has met."""
@@ -75,7 +72,7 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
     players = {
         "actor": trained(
             lm, at(lm, "train"), objective.with_critic() if run.shared else objective, optimizer("actor"), adjust,
-            on_policy=run.on_policy, seed=run.seed,
+            on_policy=run.on_policy, seed=run.seed, dtype=run.roles["actor"].params or "float32",
         )
     }  # fmt: skip
     gen = at(lm, "generate")
@@ -84,10 +81,10 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
         where = at(critic, "train", "critic")
         players["critic"] = trained(
             critic, where, objective.of_critic(), optimizer("critic"), adjust, on_policy=False, seed=run.seed,
-            routed=False,
+            routed=False, dtype=run.roles["critic"].params or "float32",
         )  # fmt: skip
     judges = {
-        role: frozen(lms[role], at(lms[role], "assess", role, trainable=False), adjust, kept)
+        role: frozen(lms[role], at(lms[role], "assess", role, trainable=False), adjust, kept, run.roles[role].params)
         for role in lms
         if role not in players
     }

@@ -18,16 +18,25 @@ from rljax.model.products import mixed
 from rljax.model.table import LM, is_tensor, join, learned, map_table, part
 from rljax.train import running
 from rljax.train.judge import judge
+from rljax.train.master import kept, masters, split
 from rljax.train.metrics import Mean
 from rljax.train.objectives import Objective, Weights
 from rljax.train.sequences import first
 from rljax.types import Assessed, Rollout, TrainState
 
 
-def start(lm: LM, params, optimizer: optax.GradientTransformation, zero: int, kl: float = 0.0) -> TrainState:
-    """The state before the first update; optimizer state is of what updates change, placed like the updates."""
-    opt = optimizer.init(_mine(lm, part(lm.table, params)[0], zero))
-    return TrainState(jnp.int32(0), jnp.int32(0), params, opt, jnp.float32(kl), jnp.zeros(3, jnp.float32))
+def start(
+    lm: LM, params, optimizer: optax.GradientTransformation, zero: int, kl: float = 0.0, dtype: str = "float32"
+) -> TrainState:
+    """The state before the first update; optimizer state is of what updates change, placed like the updates.
+
+    It holds matrices that are learned in `dtype`: "float32", or "bfloat16" and a float32 master of them.
+    """
+    own, others = part(lm.table, params)
+    mine = _mine(lm, own, zero)
+    own, master = split(learned(lm.table), own, mine, dtype)
+    params, opt = join(own, others), optimizer.init(mine)
+    return TrainState(jnp.int32(0), jnp.int32(0), params, opt, jnp.float32(kl), jnp.zeros(3, jnp.float32), master)
 
 
 def _mine(lm: LM, params, zero: int):
@@ -81,11 +90,12 @@ def update(
     norms = by_part(lm, grads)
     norm = jnp.sqrt(sum(norms.values()))
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    mine = _mine(lm, own, strategy.zero)
+    mine = _mine(lm, masters(state.replace(params=own)), strategy.zero)
     deltas, opt = optimizer.update(grads, state.optimizer, mine)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    params = keep(lm.settle(optax.apply_updates(mine, deltas), layers), mine)
-    params = jax.tree.map(lambda new, old: jax.reshard(new, spec_of(old)), params, own)
+    mine = keep(lm.settle(optax.apply_updates(mine, deltas), layers), mine)
+    # rounded before they are gathered: of parameters in bfloat16 half the bytes travel
+    params = jax.tree.map(lambda new, old: jax.reshard(new.astype(old.dtype), spec_of(old)), mine, own)
     if objective.adaptive:
         measured, sequences = sums["kl/reference/k1"], jnp.sum(first(rollout.mask, rollout.tokens.segments))
         kl = objective.adaptive(kl, measured.total / jnp.maximum(measured.weight, 1.0), sequences.astype(jnp.float32))
@@ -96,6 +106,7 @@ def update(
         optimizer=keep(opt, state.optimizer),
         kl=keep(kl, state.kl),
         moments=keep(moments, state.moments),
+        master=kept(state.master, mine),
     )
     return state, {
         "tokens": jnp.sum(rollout.mask).astype(jnp.float32),
@@ -183,8 +194,9 @@ def gradients(
 
     def accumulate(grads, microbatch):
         seen, g = value(own, *microbatch)
+        g = jax.tree.map(lambda g: g.astype(jnp.float32), g)
         g = map_table(scattered, table, g) if zero >= 2 else g
-        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, g), seen
+        return jax.tree.map(jnp.add, grads, g), seen
 
     grads, (losses, ((sums, largest), layers)) = lax.scan(accumulate, zeros, parts)
     grads = map_table(lambda t, g: jax.reshard(scattered(t, g), t.updated(zero)), table, grads)

@@ -12,7 +12,7 @@ from rljax.errors import UserError, nearest
 from rljax.model.decoder import Decoder
 from rljax.model.latent import Latent
 from rljax.model.moe import Experts
-from rljax.model.rope import Linear, Llama3, Yarn
+from rljax.model.rope import Linear, Llama3, Yarn, magnitude
 from rljax.weights.config import Config
 from rljax.weights.names import LLAMA, MIXTRAL, PHI3, Naming, deepseek
 
@@ -146,13 +146,9 @@ def _yarn(c: Config, s: dict) -> Yarn:
     factor = s.pop("factor")
     mscale, every, amplitude = s.pop("mscale", None), s.pop("mscale_all_dim", None), s.pop("attention_factor", None)
     if amplitude is None:
-        amplitude = mscale_of(factor, mscale) / mscale_of(factor, every) if mscale and every else mscale_of(factor)
+        amplitude = magnitude(factor, mscale) / magnitude(factor, every) if mscale and every else magnitude(factor)
     fast, slow = s.pop("beta_fast", None) or 32, s.pop("beta_slow", None) or 1
     return Yarn(factor, original, float(fast), float(slow), amplitude, s.pop("truncate", True))
-
-
-def mscale_of(factor: float, mscale: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
 
 
 SCALINGS = {
@@ -329,7 +325,7 @@ def _deepseek(c: Config, **routing) -> Decoder:
     )  # fmt: skip
     theta, scaling = rope(c)
     every = (c.get("rope_parameters", None) or c.get("rope_scaling", None) or {}).get("mscale_all_dim")
-    scale = mscale_of(scaling.factor, every) ** 2 / sqrt(plain + turned) if scaling and every else None
+    scale = magnitude(scaling.factor, every) ** 2 / sqrt(plain + turned) if scaling and every else None
     return _decoder(
         c,
         rope=(theta, scaling),
