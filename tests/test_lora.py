@@ -35,6 +35,7 @@ from rljax.plan import parts
 from rljax.plan.draw import describe
 from rljax.run import checkpoint
 from rljax.run.assessment import assess
+from rljax.run.imported import imported
 from rljax.run.loop import Phase, first_states, phases
 from rljax.run.schedules import Clock, collect, problems_of
 from rljax.train import algorithms
@@ -505,6 +506,55 @@ def test_frozen_matrices_are_in_the_dtype_of_their_products(done, folder):
     assert np.abs(np.where(rollout.mask, gap, 0)).max() < 0.05
     state, metrics = on.actor.update(now["actor"], replaced(rollout))
     assert np.isfinite(float(metrics["loss"])) and state.params.layers.wo is now["actor"].params.layers.wo
+
+
+@runs
+@pytest.mark.slow
+def test_adapters_may_be_held_in_bfloat16_and_their_reference_in_8_bits(done, folder):
+    """With a float32 master of what is learned alone; what is quantized is a copy."""
+    run, _, where, _ = done("grpo")
+    held = lambda role, params: replace(role, lm=replace(role.lm, compute="bfloat16"), params=params)
+    roles = {"actor": held(run.roles["actor"], "bfloat16"), "reference": held(run.roles["reference"], "int8")}
+    on = built(replace(run, roles=roles), mesh(folder, "one"))
+    now, frozen = states(replace(run, roles=roles), on, where, 2)
+    actor, table = now["actor"], on.actor.lm.table
+    master = jax.tree.leaves(actor.master)
+    assert sum(x.size for x in master) == count(learned(table)) and {str(x.dtype) for x in master} == {"float32"}
+    assert actor.params.layers.wq.up.dtype == "bfloat16" and frozen["reference"].layers.wo.values.dtype == "int8"
+    rollout = real(on.complete(on.publish(actor.params)[0], problems_of(run, on, 1), 0, 1, 0, run.sampling, run.n))
+    assert np.isfinite(on.frozen["reference"].score(frozen["reference"], rollout).logp).all()
+    before = [np.array(x) for x in master]
+    state, metrics = on.actor.update(actor, replaced(rollout))
+    assert np.isfinite(float(metrics["loss"])) and state.params.layers.wo is actor.params.layers.wo
+    assert all(np.any(a != np.asarray(b)) for a, b in zip(before, jax.tree.leaves(state.master), strict=True))
+
+
+@runs
+def test_a_checkpoint_is_adapted_and_goes_out_as_one(done, folder, capsys):
+    """A run with adapters is exported with their products added; a run that starts from these files, again."""
+    run, on, where, file = done("grpo")
+    m, at, export = run.roles["actor"].lm, on.actor.place.mesh, lambda *args: trial.rljax("export", *args)
+    assert export(where, folder / "files", "--dtype", "float32") == 0
+    merged = checkpoint.parameters(where, m, ("tokens",), at, 3).params
+    assert trial.identical(imported(folder / "files", m, ("tokens",), at, 3).params, merged)
+    changed = f"roles.actor.start={folder / 'files'}", "steps=1"
+    assert trial.rljax("train", file, "--run-dir", folder / "from_files", *changed) == 0
+    capsys.readouterr()
+    prompts = "--ids", "2 3 4", "--ids", "5 6 7 8 9 10", "--max-new", "12"
+    assert trial.rljax("generate", folder / "from_files", *prompts, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert export(folder / "from_files", folder / "out", "--dtype", "float32") == 0
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    theirs = {name: transformers.AutoModelForCausalLM.from_pretrained(folder / name) for name in ("files", "out")}
+    gaps = {"files": 0.0, "out": 0.0}
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row["ids"]])
+        for name, model in theirs.items():
+            with torch.no_grad():
+                logp = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+            gap = np.abs(np.array(row["logprobs"]) - logp[len(row["prompt_ids"]) - 1 :]).max()
+            gaps[name] = max(gaps[name], gap)
+    assert gaps["out"] < 1e-4 < gaps["files"]  # control: the step that it took shows
 
 
 def replaced(rollout) -> Assessed:
