@@ -51,11 +51,12 @@ class Frozen(NamedTuple):
 
 
 def trained(
-    lm: LM, place: Place, objective: Objective, optimizer, adjust: Callable, on_policy: bool, seed: int,
-    routed: bool = True, dtype: str = "float32",
+    lm: LM, place: Place, objective: Objective, optimizer, adjust: Callable, on_policy: bool, routed: bool = True,
+    dtype: str = "float32", seed: int = 0,
 ) -> Trained:  # fmt: skip
     """`optimizer` builds an optax transformation from which parameters are matrices. Unless `routed`, tokens come
-    without the experts that another model chose for them. `dtype` is that of the learned matrices held.
+    without the experts that another model chose for them. `dtype` is that of the learned matrices held, and `seed` what
+    adapters drop is drawn from.
 
     A TrainState has all of the role's parameters; programs take and give back the learned ones, donated, and take the
     frozen ones besides, which so stay where they are. Frozen matrices are in the dtype that they are multiplied in.
@@ -115,10 +116,12 @@ def stored(lm: LM, params):
     return map_table(one, lm.table, params)
 
 
-def frozen(lm: LM, place: Place, adjust: Callable, kept: Kept, precision: str | None = None) -> Frozen:
+def frozen(
+    lm: LM, place: Place, adjust: Callable, precision: str | None = None, kept: Kept | None = None
+) -> Frozen:  # fmt: skip
     """`precision` is what the role holds matrices in; None: as they come. What never changes and comes as the role
     holds it, `kept` gives to all that lie alike."""
-    scored = scorer(lm, place, adjust)
+    scored, kept = scorer(lm, place, adjust), kept or Kept()
 
     born = jax.jit(lambda seed: hold(lm.table, init(lm.table, jax.random.key(seed), place.placement.zero), precision))
     held = jax.jit(lambda params: hold(lm.table, params, precision))

@@ -72,7 +72,7 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
     players = {
         "actor": trained(
             lm, at(lm, "train"), objective.with_critic() if run.shared else objective, optimizer("actor"), adjust,
-            on_policy=run.on_policy, seed=run.seed, dtype=run.roles["actor"].params or "float32",
+            on_policy=run.on_policy, dtype=run.roles["actor"].params or "float32", seed=run.seed,
         )
     }  # fmt: skip
     gen = at(lm, "generate")
@@ -80,11 +80,11 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
         critic = lms["critic"]
         where = at(critic, "train", "critic")
         players["critic"] = trained(
-            critic, where, objective.of_critic(), optimizer("critic"), adjust, on_policy=False, seed=run.seed,
-            routed=False, dtype=run.roles["critic"].params or "float32",
+            critic, where, objective.of_critic(), optimizer("critic"), adjust, on_policy=False, routed=False,
+            dtype=run.roles["critic"].params or "float32", seed=run.seed,
         )  # fmt: skip
     judges = {
-        role: frozen(lms[role], at(lms[role], "assess", role, trainable=False), adjust, kept, run.roles[role].params)
+        role: frozen(lms[role], at(lms[role], "assess", role, trainable=False), adjust, run.roles[role].params, kept)
         for role in lms
         if role not in players
     }
