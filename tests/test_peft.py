@@ -21,7 +21,7 @@ from rljax.mesh import BATCH, Layout
 from rljax.model import lora as low_rank
 from rljax.model.forward import hidden
 from rljax.model.lora import LoRA, adapted
-from rljax.model.table import graft, map_table, part, shardings
+from rljax.model.table import map_table, part, shardings
 from rljax.types import Tokens
 from rljax.weights import config, families
 from rljax.weights.load import load
@@ -119,7 +119,7 @@ def trained(case: str, folder, layout=ONE):
     draw = np.random.default_rng(3)
     own = map_table(lambda t: 0.2 * draw.normal(size=t.shape).astype(np.float32), low_rank.adapters(lm.table))
     own = jax.device_put(own, low_rank.adapters(shardings(lm.table, layout.mesh(), 3)))
-    return lm, graft(lm.table, m.build().table, base, own), lora, naming
+    return lm, low_rank.attached(lm.table, base, own), lora, naming
 
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT, about itself
@@ -144,7 +144,7 @@ def test_what_peft_saved_computes_here_what_it_computes_there(case, folder, peft
         m, naming, params = ours(base)
         lm = adapted(m.build(), lora)
         loaded = load_adapter(lm.table, where, naming, ONE.mesh(), 3)
-        params = graft(lm.table, m.build().table, params, loaded.params)
+        params = low_rank.attached(lm.table, params, loaded.params)
         expected = logits_of(theirs)
         assert close(logits(lm, params), expected)
         assert not close(logits_of(of_transformers(base)), expected)  # control: the adapters say something

@@ -13,7 +13,7 @@ from jax import P
 from rljax.errors import nearest
 from rljax.mesh import spec_of
 from rljax.model.products import LowRank, is_low_rank
-from rljax.model.table import LM, Tensor, is_tensor, map_table
+from rljax.model.table import LM, Tensor, graft, is_tensor, join, map_table
 
 PREFIX = "base_model.model."  # of all names in a file of PEFT
 OTHERS = {  # of parts of a model that have none
@@ -112,6 +112,12 @@ def adapters(tree):
     """A table or parameters of the adapters alone; None for the rest."""
     one = lambda w: w.replace(base=None) if is_low_rank(w) else None
     return jax.tree.map(one, tree, is_leaf=is_low_rank)
+
+
+def attached(table, params, own):
+    """Parameters of a table, from those of the table without adapters and the adapters alone."""
+    rest = map_table(lambda t: None if t.name.startswith(PREFIX) else t, table)
+    return join(own, graft(rest, base(table), params))
 
 
 def merged(params):

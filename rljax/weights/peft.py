@@ -54,7 +54,7 @@ def read_adapter(directory) -> LoRA:
 def load_adapter(table, directory, naming: Naming, mesh: jax.sharding.Mesh, zero: int, dtype=np.float32) -> Loaded:
     """The adapters of a table, which has those of `read_adapter`, as `load` loads a model; None for the rest.
 
-    `graft(table, base, params, adapters)` joins them with the parameters of a table without.
+    `lora.attached` joins them with the parameters of the table without.
     """
     if not (Path(directory) / WEIGHTS).is_file():
         raise UserError(f"{directory} has no {WEIGHTS}; save the adapter in that format, with PEFT 0.7 or newer")
