@@ -1,7 +1,9 @@
 """A reward model is trained on pairs, and reinforcement learning then asks it instead of a verifier.
 
-Pairs hold a worked sum and one whose answer is wrong in a digit. The reward model (Bradley-Terry) starts from the actor
-that was shown sums, with a scalar head. GRPO then maximizes its score; exact match is only reported.
+Pairs hold a worked sum and the same with a digit changed, anywhere: shown wrong answers alone, the model would not look
+at how they came about. The reward model (Bradley-Terry) starts from the actor that was shown sums, with a scalar head.
+Its score is then maximized, in groups, and exact match only reported. It is no verifier: with steps enough, the actor
+finds what it likes and is wrong.
 """
 
 from dataclasses import dataclass
@@ -16,13 +18,13 @@ from rljax.data.tokenizer import Characters
 from rljax.model.decoder import Decoder
 from rljax.run.run import Checkpoints, Evaluation, Fresh, Reached, Role, Run
 from rljax.run.schedules import supervised, synchronous
-from rljax.train.algorithms import grpo, reward_model, sft
+from rljax.train.algorithms import gdpo, reward_model, sft
 from rljax.train.optimizer import AdamW
 
 
 @dataclass(frozen=True)
 class Mistaken:
-    """Pairs of a sum's solution and the same with another digit in the answer."""
+    """Pairs of a sum's solution and the same with another digit in one place."""
 
     of: Addition = Addition(digits=3)
 
@@ -31,7 +33,7 @@ class Mistaken:
         return [self.pair(p, rng) for p in self.of.batch(count, seed, step, held_out)]
 
     def pair(self, p, rng) -> Pair:
-        at = len(p.solution) - 1 - int(rng.integers(len(p.answer)))
+        at = int(rng.choice([i for i, character in enumerate(p.solution) if character.isdigit()]))
         wrong = str((int(p.solution[at]) + int(rng.integers(1, 10))) % 10)
         rejected = p.solution[:at] + wrong + p.solution[at + 1 :]
         return Pair(p.prompt, p.answer, chosen=p.solution, rejected=rejected)
@@ -74,12 +76,12 @@ RUN = Run(
     },
     task=Addition(digits=3),
     rewards=(ModelReward(), ExactMatch(after="#")),
-    objective=grpo(),
+    objective=gdpo(weights=(1.0, 0.0)),
     schedule=synchronous,
     prompts=48,
     n=8,
     minibatches=4,
-    steps=60,
+    steps=40,
     evaluation=Evaluation(every=10),
     **COMMON,
 )
