@@ -185,7 +185,7 @@ def mesh(
     roles = None
     if model:
         run = load_experiment(str(model))
-        roles = {name: (role.lm.build(), role.optimizer is not None) for name, role in run.roles.items()}
+        roles = {name: (role.build(), role.optimizer is not None) for name, role in run.roles.items()}
     description = draw_schedule.describe(load(file)) if schedule else draw.describe(load(file), roles)
     if as_json:
         print(json.dumps(description))

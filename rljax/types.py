@@ -10,7 +10,7 @@ log-probability at t is that of `ids[t]` given what precedes it, and entry 0 is 
 from typing import Any
 
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 
 @struct.dataclass
@@ -21,6 +21,7 @@ class Tokens:
     positions: Int[Array, "B T"]  # within the segment
     segments: Int[Array, "B T"]
     routes: Int[Array, "B T L k"] | None = None  # the experts that each layer with experts shall choose
+    noise: UInt[Array, "B T"] | None = None  # bits of each token, where activations are dropped
 
 
 @struct.dataclass

@@ -133,7 +133,7 @@ def built(run: Run, file: MeshFile) -> stages.Stages:
     roles = {name: replace(role, start=None) if isinstance(role, Role) else role for name, role in run.roles.items()}
     key = repr((
         roles, traced, run.sampling, run.tokenizer, run.max_new, run.chunk, run.pack, run.minibatches * run.epochs == 1,
-        file.groups, file.tables,
+        file.groups, file.tables, run.seed if any(getattr(role, "lora", None) for role in roles.values()) else None,
     ))  # fmt: skip
     if key not in BUILT:
         BUILT[key] = stages.build(run, file)

@@ -1,5 +1,6 @@
 """Resharding: a pytree from one mesh to another, with the bytes that must travel."""
 
+import weakref
 from functools import lru_cache
 from math import prod
 
@@ -19,6 +20,31 @@ def move(tree, shardings, share: bool = False):
         if not x.sharding.is_equivalent_to(target, x.ndim):
             raise RuntimeError(f"{jax.tree_util.keystr(path)} arrived as {x.sharding}, not {target}")
     return moved if share else jax.tree.map(_own, tree, moved)
+
+
+class Kept:
+    """Arrays that never change, as other shardings have them: each is sent there once, while it lives.
+
+    Where it lies so already nothing is copied, so none of them may be donated.
+    """
+
+    def __init__(self):
+        self.held: dict[int, dict[Sharding, jax.Array]] = {}
+
+    def __call__(self, tree, shardings):
+        """The tree in its target shardings, and the bytes that had to travel."""
+        new = [(x, s) for x, s in self._pairs(tree, shardings) if s not in self.held.get(id(x), {})]
+        for x, sharding in new:
+            if id(x) not in self.held:
+                weakref.finalize(x, self.held.pop, id(x), None)
+                self.held[id(x)] = {}
+            if not x.sharding.is_equivalent_to(sharding, x.ndim):  # or it would keep itself alive
+                self.held[id(x)][sharding] = move(x, sharding)
+        there = lambda x, sharding: self.held[id(x)].get(sharding, x)
+        return jax.tree.map(there, tree, shardings), sum(bytes_to_move(x, sharding) for x, sharding in new)
+
+    def _pairs(self, tree, shardings):
+        return zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
 
 
 def _own(old, new):

@@ -15,8 +15,8 @@ def penalty(m, sums) -> Float[Array, ""]:
 
 
 def settle(m, p, sums):
-    """Loss-free balancing moves the routers' biases by the load of the update just made."""
-    if not (m.experts and m.experts.bias_rate):
+    """Loss-free balancing moves the routers' biases, unless they are frozen, by the load of the update just made."""
+    if not (m.experts and m.experts.bias_rate) or p.layers.router_bias is None:
         return p
     bias = moe.rebalance(m.experts, p.layers.router_bias, sums.load)
     return p.replace(layers=p.layers.replace(router_bias=bias))

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from rljax.mesh import Strategy, gather, island, reduced, shards, spec_of
 from rljax.mesh.verbs import axes_of, rows, split_over, without
-from rljax.model import attention, latent, moe, nn
+from rljax.model import attention, latent, moe, nn, products
 from rljax.model.context import across
 from rljax.model.quantize import dense
 from rljax.model.rope import frequencies
@@ -36,12 +36,13 @@ class Frame:
     ropes: "Ropes"
     segments: attention.Segments
     routes: Int[Array, "L B T k"] | None
+    noise: UInt[Array, "B T"] | None
     context: str = struct.field(pytree_node=False)
 
 
 def weight(m, w: Array) -> Array:
-    """A matrix as its matmul reads it: in the compute dtype, whole over fsdp."""
-    return gather(reduced(dense(w, m.compute)), "fsdp")
+    """A matrix, or what adds to it too, as its matmul reads it: in the compute dtype, whole over fsdp."""
+    return products.each(lambda w: gather(reduced(dense(w, m.compute)), "fsdp"), w)
 
 
 def embed(m, p, tokens: Tokens, strategy: Strategy) -> tuple[Float[Array, "B T D"], Frame]:
@@ -51,7 +52,9 @@ def embed(m, p, tokens: Tokens, strategy: Strategy) -> tuple[Float[Array, "B T D
     turned = ropes(m, split(tokens.positions))
     routes = None if tokens.routes is None else jnp.moveaxis(tokens.routes, 2, 0).astype(jnp.int32)
     routes = None if routes is None else jax.reshard(routes, P(None, rows(), "seq", None))
-    return x, Frame(turned, attention.Segments(split(tokens.segments), tokens.segments), routes, strategy.context)
+    segments = attention.Segments(split(tokens.segments), tokens.segments)
+    noise = None if tokens.noise is None else split(tokens.noise)
+    return x, Frame(turned, segments, routes, noise, strategy.context)
 
 
 def ropes(m, positions: Int[Array, "B T"]) -> Ropes:
@@ -107,14 +110,17 @@ def stacks(m, p, frame: Frame | None = None, start: int = 0) -> list:
     """
     part = lambda x: lax.dynamic_slice_in_dim(x, start, len(jax.tree.leaves(p.layers)[0]))
     routes = frame and jax.tree.map(part, frame.routes)
-    some = len({*m.near}) > 1
-    first = p.first.replace(near=jnp.array(m.near[: m.dense])) if m.dense and some else p.first
-    near = part(jnp.array(m.near[m.dense :])) if some else None
-    return [*[first] * bool(m.dense), p.layers.replace(routes=routes, near=near)]
+    known = {"near": m.near} if len({*m.near}) > 1 else {}
+    if frame and frame.noise is not None:
+        known["number"] = range(m.layers)
+    first = p.first and p.first.replace(**{name: jnp.array(x[: m.dense]) for name, x in known.items()})
+    rest = {name: part(jnp.array(x[m.dense :])) for name, x in known.items()}
+    return [*[first] * bool(m.dense), p.layers.replace(routes=routes, **rest)]
 
 
 def block(m, x: Float[Array, "B T D"], w, frame: Frame) -> tuple[Float[Array, "B T D"], object]:
     """One layer on whole sequences, and the sums that its experts are balanced by."""
+    w = products.sown(w, frame.noise)
     q, k, v = queries(m, x, w, frame.ropes)
     x, sums, _ = rest(m, x, attend(m, q, k, v, w, frame), w, frame.segments.q)
     return x, sums
@@ -129,18 +135,17 @@ def queries(m, x, w, turned: Ropes):
     h, table = normed(m, x, w.norm1), rope(m, turned, w)
     if m.latent:
         return latent.queries(m, h, w, table, weight)
-    h = nn.whole(h)
     every = m.qk_norm == "all"
 
-    def heads(matrix, bias, n, scale=None):
-        y = nn.matmul(h, weight(m, matrix))
+    def heads(y, bias, n, scale=None):
         y = y if bias is None else nn.shift(y, bias.astype(y.dtype))
         y = _spread(normed(m, y, scale) if every else y, n)
         y = jnp.reshape(y, (*y.shape[:2], -1, m.head_dim), out_sharding=P(*spec_of(y).partitions, None))
         return y if every else normed(m, y, scale)
 
-    q, k = heads(w.wq, w.bq, m.heads, w.q_norm), heads(w.wk, w.bk, m.kv_heads, w.k_norm)
-    return nn.rotate(q, table), nn.rotate(k, table), heads(w.wv, w.bv, m.kv_heads)
+    q, k, v = products.column(h, *(weight(m, w) for w in (w.wq, w.wk, w.wv)))
+    q, k = heads(q, w.bq, m.heads, w.q_norm), heads(k, w.bk, m.kv_heads, w.k_norm)
+    return nn.rotate(q, table), nn.rotate(k, table), heads(v, w.bv, m.kv_heads)
 
 
 def normed(m, x, w):
@@ -169,7 +174,7 @@ def rest(m, x, attended: Float[Array, "B T N U"], w, segments: Int[Array, "B T"]
     """
     b, t, n, u = attended.shape
     a = jnp.reshape(attended, (b, t, n * u), out_sharding=P(*spec_of(attended).partitions[:3]))
-    a = checkpoint_name(nn.matmul(a, weight(m, w.wo), spec_of(x)), "attention")
+    a = checkpoint_name(products.row(a, weight(m, w.wo), spec_of(x)), "attention")
     x = x + normed(m, a, w.post1)
     h = normed(m, x, w.norm2)
     y, *rest = _dense(m, h, w) if w.router is None else _mixture(m, h, w, segments)
@@ -177,7 +182,7 @@ def rest(m, x, attended: Float[Array, "B T N U"], w, segments: Int[Array, "B T"]
 
 
 def _dense(m, h: Float[Array, "B T D"], w):
-    return nn.gated(h, weight(m, w.gate), weight(m, w.up), weight(m, w.down), m.activation), (), None
+    return products.gated(h, weight(m, w.gate), weight(m, w.up), weight(m, w.down), m.activation), (), None
 
 
 def _mixture(m, h: Float[Array, "B T D"], w, segments: Int[Array, "B T"]):
@@ -190,7 +195,7 @@ def _mixture(m, h: Float[Array, "B T D"], w, segments: Int[Array, "B T"]):
     matrices = (weight(m, w) for w in (w.gate, w.up, w.down))
     y, dropped = moe.experts(m.experts, gather(h, "tensor"), routing, *matrices, out=spec_of(h))
     if w.shared_gate is not None:
-        y = y + nn.gated(h, weight(m, w.shared_gate), weight(m, w.shared_up), weight(m, w.shared_down))
+        y = y + products.gated(h, weight(m, w.shared_gate), weight(m, w.shared_up), weight(m, w.shared_down))
     return y, moe.measure(m.experts, routing, logits, segments)._replace(dropped=dropped), routing.ids
 
 

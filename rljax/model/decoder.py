@@ -141,6 +141,7 @@ class Layer:
     post2: Array | None  # of what the feed-forward adds
     routes: Array | None = None  # not a weight: the experts to choose
     near: Array | None = None  # nor this: whether the layer has the window, where some have and some have not
+    number: Array | None = None  # nor this: which layer it is, where activations are dropped
 
 
 @struct.dataclass

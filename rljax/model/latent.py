@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float
 
-from rljax.mesh import reduced, spec_of
-from rljax.model import nn
+from rljax.mesh import spec_of
+from rljax.model import nn, products
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,16 @@ def queries(m, h: Float[Array, "B T D"], w, rope, weight) -> tuple[Array, Array,
 
     Latents are made where the stream lies, split over tensor with sequence parallelism, and are what is gathered.
     """
-    l, one = m.latent, nn.split(h)
-    down = lambda w: jnp.einsum("btd,da->bta", h, reduced(weight(m, w), one))
-    norm = lambda x, w: nn.whole(nn.rms_norm(x, w, m.norm_eps, m.norm_offset))
+    l = m.latent
+    down = lambda w: products.once(h, weight(m, w))
+    norm = lambda x, w: nn.rms_norm(x, w, m.norm_eps, m.norm_offset)
     if l.queries:
-        q = nn.matmul(norm(down(w.q_down), w.q_norm), weight(m, w.q_up))
+        (q,) = products.column(norm(down(w.q_down), w.q_norm), weight(m, w.q_up))
     else:
-        q = nn.matmul(nn.whole(h), weight(m, w.wq))
+        (q,) = products.column(h, weight(m, w.wq))
     latent, shared = jnp.split(down(w.kv_down), [l.keys], -1)
-    kv = _heads(nn.matmul(norm(latent, w.k_norm), weight(m, w.kv_up)), m.heads)
+    (kv,) = products.column(norm(latent, w.k_norm), weight(m, w.kv_up))
+    kv = _heads(kv, m.heads)
     k, v = jnp.split(kv, [l.plain], -1)
     q, turned = jnp.split(_heads(q, m.heads), [l.plain], -1)
     lying = P(*spec_of(h).partitions[:2], None)

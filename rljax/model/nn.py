@@ -110,9 +110,3 @@ def capped(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}  # what Decoder.activation may name
-
-
-def gated(x, gate, up, down, activation: str = "silu"):
-    """Feed-forward of Shazeer 2020: (activation(x gate) * (x up)) down; the result is placed like x."""
-    h = whole(x)
-    return matmul(ACTIVATIONS[activation](matmul(h, gate)) * matmul(h, up), down, spec_of(x))

@@ -24,7 +24,7 @@ from rljax.model.entries import at, put
 from rljax.model.manual import MANUAL, ROWS
 from rljax.model.quantize import cast
 from rljax.model.stage import Stage
-from rljax.model.table import LM, map_table
+from rljax.model.table import LM, learned, map_table, part
 from rljax.model.ticks import OPS, PASS, Carry, Sums
 from rljax.types import Tokens
 
@@ -35,16 +35,17 @@ def value_and_grad(lm: LM, params, tokens: Tokens, parts, share, tail: Callable,
     Of `parts` [M B/M ...], those of a microbatch go to `tail(head, x, part) -> (loss, out)`: a sum over rows, and a
     pytree of scalars. x is the residual stream after the last block, `head` the parameters other than layers. To every
     loss comes share * lm.penalty of what its blocks sum. Losses and out are [M R], of the R = data * fsdp parts of a
-    microbatch; `seen` is what the blocks of each layer sum, and the gradient is placed as its update is.
+    microbatch; `seen` is what the blocks of each layer sum, and the gradient, of the learned parameters, is placed as
+    its update is.
     """
-    zero = strategy.zero
+    zero, table = strategy.zero, learned(lm.table)
     schedule = build(strategy.schedule, _stages(), tokens.ids.shape[0])
 
     def body(params, tokens, parts, share):
         sums = _run(schedule, _stage(lm, strategy, tail, schedule.part, params, tokens, parts, share))
         layers, seen = manual.home(schedule.part, (sums.layers, sums.seen))
         head, *found = lax.psum((sums.head, sums.losses, sums.out), "pipe")
-        grads = map_table(partial(manual.summed, zero), lm.table, head.replace(layers=layers))
+        grads = map_table(partial(manual.summed, zero), table, head.replace(layers=layers))
         return jax.tree.map(lambda x: x[:, None], found), lax.psum(seen, ROWS), grads
 
     rows = P(None, ROWS)
@@ -52,11 +53,11 @@ def value_and_grad(lm: LM, params, tokens: Tokens, parts, share, tail: Callable,
         body,
         axis_names=set(MANUAL),
         check_vma=False,
-        in_specs=(_specs(lm, lambda t: t.placed(zero)), rows, rows, P()),
-        out_specs=(rows, P("pipe"), _specs(lm, lambda t: t.updated(zero))),
+        in_specs=(_specs(lm.table, lambda t: t.placed(zero)), rows, rows, P()),
+        out_specs=(rows, P("pipe"), _specs(table, lambda t: t.updated(zero))),
     )
     (losses, out), seen, grads = run(params, tokens, parts, share)
-    return losses, out, _everywhere(seen), map_table(lambda t, g: jax.reshard(g, t.updated(zero)), lm.table, grads)
+    return losses, out, _everywhere(seen), map_table(lambda t, g: jax.reshard(g, t.updated(zero)), table, grads)
 
 
 def forward(lm: LM, params, tokens: Tokens, parts, tail: Callable, strategy: Strategy):
@@ -113,7 +114,8 @@ def _start(schedule: Schedule, s: Stage) -> tuple[Stage, Carry]:
     seen, inbox = manual.zeros(seen, chunks), manual.zeros(x, schedule.inbox + 1)
     if PASS in schedule.table["op"]:
         return s, Carry(inbox, (), Sums(None, None, None, manual.zeros(made, microbatches), seen))
-    grads = jax.eval_shape(lambda: stage.scattered(s.strategy.zero, s.lm.table, s.head.replace(layers=w)))
+    own, _ = part(s.lm.table, s.head.replace(layers=w))
+    grads = jax.eval_shape(lambda: stage.scattered(s.strategy.zero, learned(s.lm.table), own))
     layers = manual.zeros(grads.layers, chunks, dtype=jnp.float32)
     head = manual.zeros(grads.replace(layers=None), dtype=jnp.float32)
     stash = ()
@@ -188,8 +190,8 @@ def _send(x, hops: int):
     return lax.ppermute(x, "pipe", [(d, (d + hops) % stages) for d in range(stages)]) if hops else x
 
 
-def _specs(lm: LM, placed: Callable):
-    return map_table(lambda t: manual.specs(placed(t)), lm.table)
+def _specs(table, placed: Callable):
+    return map_table(lambda t: manual.specs(placed(t)), table)
 
 
 def _everywhere(seen):

@@ -16,7 +16,7 @@ from rljax.mesh import Strategy
 from rljax.model import manual, order, stack
 from rljax.model.entries import at
 from rljax.model.halves import halve
-from rljax.model.table import LM, is_tensor, map_table
+from rljax.model.table import LM, is_tensor, learned, map_table, part
 from rljax.types import Tokens
 
 
@@ -61,8 +61,9 @@ def finish(s: Stage, head, x, m):
 
 def halved(s: Stage, w, x, frame) -> Stage:
     """The stage with its blocks' backward pass in two halves, for arguments of these types."""
-    w, layer = jax.eval_shape(lambda w, frame: at((w, _layers(s, w, frame, 0)), 0), w, frame)
-    weights = lambda layer, w: _map(lambda t, old, new: old if t is None else new, s.lm.table.layers, layer, w)
+    w, layer = jax.eval_shape(lambda w, frame: at((_own(s, w), _layers(s, w, frame, 0)), 0), w, frame)
+    table = learned(s.lm.table.layers)
+    weights = lambda layer, w: _map(lambda t, old, new: old if t is None else new, table, layer, w)
     block = lambda w, x, rest: _block(s, weights(rest[0], w), x, rest[1])
     return s._replace(halves=halve(block, w, x, (layer, frame)))
 
@@ -83,20 +84,25 @@ def inputs(s: Stage, w, xs, frame, start, dy, dseen):
     """The cotangent of a part's input, and what the gradients of its weights are made of."""
     half, _ = s.halves
     step = lambda dy, scanned: half(scanned[0], scanned[2], (scanned[1], frame), (dy, scanned[3]))
-    scanned = w, _layers(s, w, frame, start), xs, dseen
+    scanned = _own(s, w), _layers(s, w, frame, start), xs, dseen
     return lax.scan(step, dy, scanned, reverse=True, unroll=stack.unroll(w))
 
 
 def weights(s: Stage, w, frame, start, kept):
-    """The gradients of a part's weights."""
+    """The gradients of a part's learned weights."""
     _, half = s.halves
     step = lambda _, scanned: (None, half(scanned[0], (scanned[1], frame), scanned[2]))
-    return lax.scan(step, None, (w, _layers(s, w, frame, start), kept), unroll=stack.unroll(w))[1]
+    return lax.scan(step, None, (_own(s, w), _layers(s, w, frame, start), kept), unroll=stack.unroll(w))[1]
 
 
 def scattered(zero: int, table, g):
     """Gradients of one backward pass, as they are added up."""
     return map_table(partial(manual.scattered, zero), table, g)
+
+
+def _own(s: Stage, w):
+    """The learned weights of a part."""
+    return part(s.lm.table.layers, w)[0]
 
 
 def _block(s: Stage, layer, x, frame):

@@ -34,6 +34,7 @@ class Tensor:
     spec: P  # placement with fsdp applied (ZeRO-3)
     std: float  # of the initial normal distribution; 0 for zeros and 1 for ones
     first: int = 0  # the number of its first layer
+    frozen: bool = False  # no update changes it: it has no gradient, no optimizer state and no checkpoint
 
     @property
     def size(self) -> int:
@@ -92,6 +93,21 @@ def is_tensor(x) -> bool:
 def map_table(f: Callable, table, *trees):
     """`jax.tree.map` over the Tensors of a table."""
     return jax.tree.map(f, table, *trees, is_leaf=is_tensor)
+
+
+def learned(table):
+    """The tensors that updates change; None for the frozen ones."""
+    return map_table(lambda t: None if t.frozen else t, table)
+
+
+def part(table, params) -> tuple[Any, Any]:
+    """(learned parameters, frozen ones), each with None for the others."""
+    return tuple(map_table(lambda t, w: w if t.frozen == kind else None, table, params) for kind in (False, True))
+
+
+def join(some, others):
+    """What `part` did, undone."""
+    return jax.tree.map(lambda a, b: b if a is None else a, some, others, is_leaf=lambda x: x is None)
 
 
 def specs(table, zero: int = 3):

@@ -20,6 +20,7 @@ from rljax.mesh.orders import BI, BW, IDLE, B, F
 from rljax.model import stage
 from rljax.model.entries import add, add_at, at, put
 from rljax.model.stage import Stage
+from rljax.model.table import join, learned, part
 
 
 class Sums(NamedTuple):
@@ -59,8 +60,9 @@ def _forward(s: Stage, r, carry: Carry):
 
 def _backward(s: Stage, r, carry: Carry):
     x, frame = _enter(s, r, carry)
-    f = lambda w, x: stage.through(s, w, x, frame, r["start"])
-    (y, seen), pull = jax.vjp(f, at(s.work, r["chunk"]), x)
+    own, frozen = part(s.lm.table.layers, at(s.work, r["chunk"]))
+    f = lambda own, x: stage.through(s, join(own, frozen), x, frame, r["start"])
+    (y, seen), pull = jax.vjp(f, own, x)
     dy, sums = _leave(s, r, carry, y)
     dseen, sums = _weigh(s, r, sums, seen)
     dw, dx = pull((dy, dseen))
@@ -106,8 +108,9 @@ def _leave(s: Stage, r, carry: Carry, y):
     sums, m = carry.sums, r["microbatch"]
 
     def loss():
-        f = lambda head, y: stage.finish(s, head, y, m)
-        (loss, out), (g, dy) = jax.value_and_grad(f, (0, 1), has_aux=True)(s.head, y)
+        own, frozen = part(_head(s), s.head)
+        f = lambda own, y: stage.finish(s, join(own, frozen), y, m)
+        (loss, out), (g, dy) = jax.value_and_grad(f, (0, 1), has_aux=True)(own, y)
         return dy, _add_head(s, sums.head, g), put(sums.losses, loss, m), put(sums.out, out, m)
 
     cotangent = lambda: (at(carry.inbox, r["cin"]), sums.head, sums.losses, sums.out)
@@ -126,18 +129,24 @@ def _embed(s: Stage, r, sums: Sums, dx):
     """The gradient of the embedding, which is the first part's input."""
 
     def embedding():
-        (g,) = jax.vjp(lambda head: stage.begin(s, head, r["microbatch"])[0], s.head)[1](dx)
+        own, frozen = part(_head(s), s.head)
+        (g,) = jax.vjp(lambda own: stage.begin(s, join(own, frozen), r["microbatch"])[0], own)[1](dx)
         return _add_head(s, sums.head, g)
 
     return sums._replace(head=_either(r["first"], embedding, lambda: sums.head))
 
 
 def _learn(s: Stage, r, sums: Sums, dw):
-    """The gradient of the part's weights."""
-    g = stage.scattered(s.strategy.zero, s.lm.table.layers, dw)
+    """The gradient of the part's learned weights."""
+    g = stage.scattered(s.strategy.zero, learned(s.lm.table.layers), dw)
     return sums._replace(layers=add_at(sums.layers, g, r["chunk"]))
 
 
 def _add_head(s: Stage, total, g):
     g = jax.tree.map(lambda g: g.astype(jnp.float32), g)
-    return add(total, stage.scattered(s.strategy.zero, s.lm.table.replace(layers=None), g))
+    return add(total, stage.scattered(s.strategy.zero, learned(_head(s)), g))
+
+
+def _head(s: Stage):
+    """The table of what is not a layer of a part."""
+    return s.lm.table.replace(layers=None)

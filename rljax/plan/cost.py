@@ -17,10 +17,9 @@ from rljax.model.decoder import Decoder
 from rljax.model.forward import LOGITS
 from rljax.model.moe import Experts
 from rljax.model.ring import TILE
-from rljax.plan.parts import OURS, Widths, parts, state
+from rljax.plan.parts import OURS, WIDTH, Widths, parts, state
 
 AR, AG, RS, A2A, CP = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
-WIDTH = {"float32": 4, "bfloat16": 2}
 
 
 class Work(NamedTuple):

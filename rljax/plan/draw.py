@@ -41,9 +41,9 @@ def describe(
     how many parts the batch and the parameters are split into, and over which axes; and its `roles`: those trained in
     train, the actor in generate, the others in assess, and any that the file gives a table.
 
-    Bytes are of parameters and gradients at `bytes_per_element`, of Adam's two moments at 4 each. Per device they are
-    those of the largest shard, which is every shard where all dimensions divide; `misfits` has a line for each that
-    does not.
+    Bytes are of parameters and gradients at `bytes_per_element`, of Adam's two moments at 4 each; frozen parameters
+    have neither. Per device they are those of the largest shard, which is every shard where all dimensions divide;
+    `misfits` has a line for each that does not.
     """
     roles = roles or {}
     tensors = jax.tree.leaves([lm.table for lm, _ in roles.values()], is_leaf=is_tensor)
@@ -122,9 +122,10 @@ def _role(lm: LM, training: bool, placement: Placement, width: int) -> dict:
         }
         for t in tensors
     ]
+    own = [t for t in tensors if not t.frozen]
     state = {
-        "gradient_bytes_per_device": sum(held(t, zero >= 2) for t in tensors) * width,
-        "optimizer_bytes_per_device": sum(held(t, zero >= 1) for t in tensors) * 2 * 4,
+        "gradient_bytes_per_device": sum(held(t, zero >= 2) for t in own) * width,
+        "optimizer_bytes_per_device": sum(held(t, zero >= 1) for t in own) * 2 * 4,
     }
     return {
         "training": training,

@@ -11,9 +11,12 @@ import jax
 from rljax.mesh import Layout
 from rljax.mesh.verbs import split_over
 from rljax.model.decoder import Decoder
+from rljax.model.lora import LoRA
 from rljax.model.moe import Experts
 from rljax.model.quantize import contracted, eight, scales
 from rljax.model.table import is_tensor
+
+WIDTH = {"float32": 4, "bfloat16": 2}  # bytes of a number
 
 
 class Part(NamedTuple):
@@ -62,6 +65,39 @@ def _stack(m: Decoder, layers: int, e: Experts | None, over: tuple[str, ...]) ->
     return found
 
 
+def adapters(m: Decoder, lora: LoRA) -> list[Part]:
+    """Those of every targeted matrix: r numbers for each row, lying as rows do, and for each column."""
+    D, F, H, l = m.width, m.ffn, m.head_dim, m.latent
+    column, row, once = (("fsdp",), ("tensor",)), (("tensor",), ("fsdp",)), (("fsdp",), ())
+    attention = {"o_proj": (m.heads * m.value_dim, D, row)}
+    if l is None:
+        attention |= {"q_proj": (D, m.heads * H, column)} | {f"{x}_proj": (D, m.kv_heads * H, column) for x in "kv"}
+    else:
+        attention |= {
+            "kv_a_proj_with_mqa": (D, l.keys + l.turned, once),
+            "kv_b_proj": (l.keys, m.heads * (l.plain + l.value), column),
+        } | (
+            {"q_a_proj": (D, l.queries, once), "q_b_proj": (l.queries, m.heads * H, column)}
+            if l.queries
+            else {"q_proj": (D, m.heads * H, column)}
+        )
+    attention = {f"self_attn.{name}": matrix for name, matrix in attention.items()}
+
+    def feed_forward(where: str, F: int):
+        return {f"{where}.{x}_proj": (D, F, column) for x in ("gate", "up")} | {f"{where}.down_proj": (F, D, row)}
+
+    shared = m.experts.shared if m.experts else 0
+    later = feed_forward("mlp.shared_experts", shared) if shared else {} if m.experts else feed_forward("mlp", F)
+    stacks = (m.dense, feed_forward("mlp", F), ()), (m.layers - m.dense, later, ("pipe",))
+    found = []
+    for layers, more, over in stacks:
+        for name, (into, out, ends) in (attention | more).items():
+            if layers and any(f".{name}".endswith(f".{target}") for target in lora.targets):
+                for size, axes in zip((into, out), ends):
+                    found.append(Part(layers * size * lora.rank, (*over, *axes), layers=layers))
+    return found
+
+
 class Parameters(NamedTuple):
     dense: int  # what every token meets
     routed: int  # all experts but the shared
@@ -105,14 +141,19 @@ class State(NamedTuple):
     optimizer: int  # master and both moments
 
 
-def state(m: Decoder, layout: Layout, zero: int, widths: Widths = OURS) -> State:
-    """ZeRO (Rajbhandari et al. 2020, figure 1): of P elements over n replicas 4P, 2P + 2P/n, P + 3P/n or 4P/n."""
+def state(m: Decoder, layout: Layout, zero: int, widths: Widths = OURS, lora: LoRA | None = None) -> State:
+    """ZeRO (Rajbhandari et al. 2020, figure 1): of P elements over n replicas 4P, 2P + 2P/n, P + 3P/n or 4P/n.
 
-    def held(level: int, matrix: int, other: int) -> int:
-        return sum(part.share(layout, zero >= level) * (matrix if part.matrix else other) for part in parts(m))
+    With adapters, of these; the model has no gradient and no optimizer state then, and its matrices the width that
+    they are multiplied in.
+    """
+    own = adapters(m, lora) if lora else parts(m)
+
+    def held(level: int, matrix: int, other: int, of=own) -> int:
+        return sum(part.share(layout, zero >= level) * (matrix if part.matrix else other) for part in of)
 
     return State(
-        held(3, widths.params, OURS.params),
+        held(3, widths.params, OURS.params) + (held(3, WIDTH[m.compute], OURS.params, parts(m)) if lora else 0),
         held(2, widths.gradients, widths.gradients),
         held(1, widths.master + widths.moments, OURS.master + widths.moments),
     )

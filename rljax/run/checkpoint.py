@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +12,12 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from rljax.config import from_json, to_json
 from rljax.errors import UserError
-from rljax.model.table import LM, abstract, completed, is_tensor
+from rljax.model import lora
+from rljax.model.lora import LoRA
+from rljax.model.table import LM, abstract, completed, graft, init, is_tensor, join, learned, map_table
+from rljax.run.imported import Restored, imported, is_checkpoint
 from rljax.run.run import Checkpoints
 from rljax.train.master import masters, restored
 from rljax.types import TrainState
@@ -21,8 +26,8 @@ from rljax.types import TrainState
 class Saver:
     """The checkpoints of one phase; the latest and the best by a metric are kept.
 
-    In `where/STEP` lie the float32 parameters of each trained role, by its name, the rest of its state in `ROLE-state`,
-    and `info`.
+    In `where/STEP` lie the learned parameters of each trained role in float32, by its name, the rest of its state in
+    `ROLE-state`, and `info`, which says of roles with adapters what these belong to (`bases`).
     """
 
     def __init__(self, where: Path, settings: Checkpoints):
@@ -31,6 +36,7 @@ class Saver:
         if best:
             kept.append(policies.BestN(get_metric_fn=lambda metrics: metrics[best], n=1))
         self.where, self.best = where, best
+        self.bases: dict[str, dict] = {}  # a `Base` of each role with adapters, as JSON
         self.manager = ocp.CheckpointManager(
             where.absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -48,7 +54,7 @@ class Saver:
         if step in self.manager.all_steps():
             return
         moments = {role: jax.device_get(state.moments).tolist() for role, state in states.items()}
-        items = {"info": ocp.args.JsonSave(info | {"moments": moments})}
+        items = {"info": ocp.args.JsonSave(info | {"moments": moments, "bases": self.bases})}
         for role, state in states.items():
             items[role] = ocp.args.StandardSave(masters(state))
             items[f"{role}-state"] = ocp.args.StandardSave(_rest(state))
@@ -92,12 +98,18 @@ def _rest(state: TrainState) -> TrainState:
     return state.replace(params=None, master=None)
 
 
-class Restored(NamedTuple):
-    """A role as a run left it."""
+class Base(NamedTuple):
+    """What adapters belong to: the parameters that a role started from."""
 
-    params: object
-    step: int | None  # of the run
-    moments: list[float]  # of the returns that its values are scaled by
+    lora: LoRA
+    heads: tuple[str, ...]
+    seed: int  # that fresh parameters were drawn from
+    start: str | None  # the directory that the others are from, of a run as seen from that of the run with adapters
+    step: int | None
+    role: str
+
+    def to_json(self) -> dict:
+        return self._asdict() | {"lora": to_json(self.lora)}
 
 
 def parameters(
@@ -106,8 +118,9 @@ def parameters(
 ) -> Restored:  # fmt: skip
     """The parameters of a run's role, at a step or the latest, straight onto a mesh.
 
-    `model.build(heads)` is what they are for: a head that the checkpoint lacks is fresh, drawn from `seed`, and one
-    that it has besides is left out. A run that did not train `role` gives its actor.
+    `model.build(heads)` is what they are for: a head or adapters that the checkpoint lacks are fresh, drawn from
+    `seed`, and a head that it has besides is left out. Adapters that the model has not are added to the matrices. A run
+    that did not train `role` gives its actor.
     """
     where = run_dir / "checkpoints"
     if not where.is_dir():
@@ -120,25 +133,54 @@ def parameters(
             raise UserError(f"--step {step}: {run_dir} keeps checkpoints of steps {', '.join(map(str, sorted(steps)))}")
         step = max(steps) if step is None else step
         role = role if (where / str(step) / role).is_dir() else "actor"
-        kept = _kept(run_dir, where / str(step) / role, model)
-        items = {role: ocp.args.StandardRestore(abstract(kept.table, mesh, zero)), "info": ocp.args.JsonRestore()}
-        found = manager.restore(step, args=ocp.args.Composite(**items))
-    params = completed(model.build(heads).table, kept.table, found[role], mesh, zero, seed)
-    return Restored(params, step, found["info"]["moments"][role])
+        info = manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))["info"]
+        base = info.get("bases", {}).get(role)
+        base = base and Base(**base | {"lora": from_json(base["lora"]), "heads": tuple(base["heads"])})
+        plain = getattr(model, "lm", model)
+        table = _kept(run_dir, where / str(step) / role, plain, base).table
+        like = abstract(learned(table), mesh, zero)
+        params = manager.restore(step, args=ocp.args.Composite(**{role: ocp.args.StandardRestore(like)}))[role]
+    if base:
+        params = join(params, _frozen(run_dir, base, plain, table, mesh, zero))
+        if getattr(model, "lora", None) is None or unlike(model.lora, base.lora):
+            with jax.set_mesh(mesh):
+                table, params = lora.base(table), jax.jit(lora.merged)(params)
+    params = completed(model.build(heads).table, table, params, mesh, zero, seed)
+    return Restored(params, step, info["moments"][role])
+
+
+def unlike(a: LoRA, b: LoRA) -> bool:
+    """Whether adapters of one are none of the other."""
+    return replace(a, dropout=0.0) != replace(b, dropout=0.0)
+
+
+def _frozen(run_dir: Path, base: Base, plain, table, mesh, zero: int):
+    """The frozen parameters of a table, from where the run's own were."""
+    whole, where = plain.build(base.heads).table, run_dir / (base.start or "")
+    if base.start is None:
+        with jax.set_mesh(mesh):
+            params = jax.jit(lambda: init(whole, jax.random.key(base.seed), zero))()
+    elif not where.is_dir():
+        raise UserError(f"{run_dir} has but adapters to what {where} holds, which is missing: put it back there")
+    elif is_checkpoint(where):
+        params = imported(where, plain, base.heads, mesh, zero, base.seed).params
+    else:
+        params = parameters(where, plain, base.heads, mesh, zero, base.step, base.role, base.seed).params
+    return graft(map_table(lambda t: t if t.frozen else None, table), whole, params)
 
 
 HEADS = ("tokens",), ("value",), ("tokens", "value")  # that a checkpoint may have
 
 
-def _kept(run_dir: Path, where: Path, model) -> LM:
-    """The model that a checkpoint holds. UserError naming the first tensor that no head accounts for."""
+def _kept(run_dir: Path, where: Path, model, base: Base | None) -> LM:
+    """The model whose learned parameters a checkpoint holds. UserError naming a tensor that no head accounts for."""
     with ocp.StandardCheckpointer() as reader:
         kept = _shapes(reader.metadata(where.absolute()).item_metadata.tree)
-    models = [model.build(heads) for heads in HEADS]
+    models = [lora.adapted(model.build(heads), base and base.lora) for heads in ([base.heads] if base else HEADS)]
     for lm in models:
-        if _shapes(lm.table, is_tensor) == kept:
+        if _shapes(learned(lm.table), is_tensor) == kept:
             return lm
-    needed = _shapes(models[0].table, is_tensor)
+    needed = _shapes(learned(models[0].table), is_tensor)
     name = next(name for name in [*needed, *kept] if kept.get(name) != needed.get(name))
     shape = lambda found: list(found[name]) if name in found else "nothing"
     both = f"{name} is {shape(kept)} there, and {shape(needed)} here"

@@ -3,18 +3,26 @@
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rljax.errors import UserError
 from rljax.model.table import completed
-from rljax.run.checkpoint import Restored
 from rljax.weights import config, families
 from rljax.weights.load import Progress, load
 from rljax.weights.source import SafeTensors
 
 HEAD = ("score.weight",)  # what a model to be trained may have, and a checkpoint lack
+
+
+class Restored(NamedTuple):
+    """A role as a run left it."""
+
+    params: object
+    step: int | None  # of the run
+    moments: list[float]  # of the returns that its values are scaled by
 
 
 def is_checkpoint(target) -> bool:

@@ -1,6 +1,7 @@
 """One run from start to summary: warm-ups, steps, evaluations, checkpoints, and leaving cleanly at any moment."""
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +14,9 @@ import jax
 
 from rljax.errors import Interrupted, RunFailed
 from rljax.mesh.file import MeshFile
+from rljax.model.table import completed
 from rljax.run import report
-from rljax.run.checkpoint import Saver, parameters
+from rljax.run.checkpoint import Base, Saver, parameters
 from rljax.run.directory import run_directory, write_json
 from rljax.run.display import Display
 from rljax.run.evaluate import held_out, measure, verifiers_of
@@ -97,26 +99,37 @@ def first_states(
     run, states, frozen, steps = phase.run, {}, {}, {}
 
     def found(role: str, place, of: str):
-        start, heads, model = run.roles[of].start, run.heads(role), run.roles[role].lm
+        """What a role starts from, without adapters."""
+        start, heads, at_zero = run.roles[of].start, run.heads(role), (place.mesh, place.placement.zero)
+        model, lora = run.roles[role].lm, run.roles[role].lora
         if isinstance(start, str) and is_checkpoint(start):
             told = display and (lambda done, size: display.stage(f"read {role} {done / size:.0%}"))
-            return imported(
-                start, model, heads, place.mesh, place.placement.zero, seed=run.seed, progress=told, role=role
-            )
+            dtype = (lambda t: model.compute if t.matrix else "float32") if lora else "float32"
+            based(role, os.path.abspath(start), None)
+            return imported(start, model, heads, *at_zero, seed=run.seed, dtype=dtype, progress=told, role=role)
         where = Path(start.where) if isinstance(start, Warm) else run_directory(start)
-        restored = parameters(
-            where, model, heads, place.mesh, place.placement.zero, at.get(role), role=role, seed=run.seed
-        )
+        restored = parameters(where, model, heads, *at_zero, at.get(role), role=role, seed=run.seed)
         steps[role] = restored.step
+        based(role, os.path.relpath(where, phase.where), restored.step)
         return restored
+
+    def based(role: str, *base):
+        if (lora := run.roles[role].lora) is not None:
+            phase.saver.bases[role] = Base(lora, run.heads(role), run.seed, *base, role).to_json()
+
+    def adapting(role: str, player, params):
+        """Parameters with fresh adapters, where the role has some."""
+        table, place = run.roles[role].lm.build(run.heads(role)).table, player.place
+        return completed(player.lm.table, table, params, place.mesh, place.placement.zero, run.seed)
 
     for role, player in stages.trained.items():
         of = role if run.roles[role].start is not None else "actor"
         if isinstance(run.roles[of].start, Fresh):
             states[role] = player.begin(run.seed)
+            based(role, None, None)
         else:
             restored = found(role, player.place, of)
-            states[role] = player.adopt(restored.params, restored.moments)
+            states[role] = player.adopt(adapting(role, player, restored.params), restored.moments)
     for role, judge in stages.frozen.items():
         start = run.roles[role].start
         if start is None:
@@ -177,7 +190,9 @@ def resumed(phase: Phase, stages: Stages, states: dict[str, TrainState]) -> tupl
     """The states to go on from, the first step to take, whether none is left, and the seconds spent so far."""
     if phase.latest is None:
         return states, 1, False, {}
-    states, info = phase.saver.restore(phase.latest, jax.tree.map(abstract_like, states))
+    own = {role: stages.trained[role].own(state) for role, state in states.items()}
+    own, info = phase.saver.restore(phase.latest, jax.tree.map(abstract_like, own))
+    states = {role: stages.trained[role].whole(state, states[role]) for role, state in own.items()}
     return states, phase.latest + 1, info["reached"] or phase.latest >= phase.run.steps, info["seconds"]
 
 
@@ -215,7 +230,8 @@ def steps(phase, stages, states, frozen, first, seconds, log, samples, display, 
         done = reached or step == run.steps
         if done or stopped() or (run.checkpoints.every and step % run.checkpoints.every == 0):
             display.stage("save")
-            saver.save(step, states, {"reached": reached, "seconds": seconds}, metrics)
+            own = {role: stages.trained[role].own(state) for role, state in states.items()}
+            saver.save(step, own, {"reached": reached, "seconds": seconds}, metrics)
         if stopped():
             saver.finish()
             raise Interrupted(stopped(), f"stopped at {phase.name} step {step}, saved; continue with --resume")

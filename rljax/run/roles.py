@@ -13,10 +13,10 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from rljax.data.rows import fit
-from rljax.mesh.move import move
+from rljax.mesh.move import Kept, move
 from rljax.model.forward import Outputs, outputs
-from rljax.model.quantize import hold
-from rljax.model.table import LM, init, map_table
+from rljax.model.quantize import cast, hold
+from rljax.model.table import LM, init, join, learned, map_table, part
 from rljax.run.place import Place, compiled
 from rljax.train import running
 from rljax.train.objectives import Objective
@@ -31,6 +31,8 @@ class Trained(NamedTuple):
     place: Place
     begin: Callable  # seed -> TrainState with fresh parameters
     adopt: Callable  # parameters on any mesh, moments of returns -> TrainState that starts from them
+    own: Callable  # TrainState -> what of it updates change: without the frozen parameters
+    whole: Callable  # such a state, a TrainState that has those -> TrainState
     update: Callable  # TrainState, Assessed -> TrainState, metrics
     score: Callable  # TrainState, Rollout -> Outputs
     programs: dict[str, Callable]
@@ -43,21 +45,27 @@ class Frozen(NamedTuple):
     place: Place
     begin: Callable  # seed -> fresh parameters
     hold: Callable  # parameters on any mesh -> the same, in the precision of the role
-    freeze: Callable  # parameters on any mesh -> a copy on its own, in that precision
+    freeze: Callable  # parameters on any mesh, which of them never change -> on its own, in that precision
     score: Callable  # parameters, Rollout -> Outputs
     programs: dict[str, Callable]
 
 
 def trained(
     lm: LM, place: Place, objective: Objective, optimizer, adjust: Callable, on_policy: bool, routed: bool = True,
-    dtype: str = "float32",
+    dtype: str = "float32", seed: int = 0,
 ) -> Trained:  # fmt: skip
     """`optimizer` builds an optax transformation from which parameters are matrices. Unless `routed`, tokens come
-    without the experts that another model chose for them. `dtype` is that of the matrices held."""
+    without the experts that another model chose for them. `dtype` is that of the learned matrices held, and `seed` what
+    adapters drop is drawn from.
+
+    A TrainState has all of the role's parameters; programs take and give back the learned ones, donated, and take the
+    frozen ones besides, which so stay where they are. Frozen matrices are in the dtype that they are multiplied in.
+    """
     zero = place.placement.zero
     kl = objective.kl or objective.kl_in_reward
-    optimizer = optimizer(map_table(lambda t: t.matrix, lm.table))
-    born = jax.jit(lambda seed: start(lm, init(lm.table, jax.random.key(seed), zero), optimizer, zero, kl, dtype))
+    optimizer = optimizer(map_table(lambda t: t.matrix, learned(lm.table)))
+    drawn = lambda seed: stored(lm, init(lm.table, jax.random.key(seed), zero))
+    born = jax.jit(lambda seed: start(lm, drawn(seed), optimizer, zero, kl, dtype))
     begun = jax.jit(lambda params: start(lm, params, optimizer, zero, kl, dtype))
     updated = compiled(
         partial(
@@ -73,25 +81,47 @@ def trained(
             return born(place.put(np.uint32(seed)))
 
     def adopt(params, moments) -> TrainState:
+        mine, others = part(lm.table, params)
+        to, there = part(lm.table, place.shardings(lm))
         with jax.set_mesh(place.mesh):
-            state = begun(move(params, place.shardings(lm)))
-            return state.replace(moments=_whole(np.asarray(moments, np.float32), place))
+            state = begun(move(mine, to))
+            others = move(stored(lm, others), there, share=True)
+            moments = _whole(np.asarray(moments, np.float32), place)
+            return state.replace(params=join(state.params, others), moments=moments)
+
+    def own(state: TrainState) -> TrainState:
+        return state.replace(params=part(lm.table, state.params)[0])
+
+    def whole(state: TrainState, of: TrainState) -> TrainState:
+        return state.replace(params=join(state.params, part(lm.table, of.params)[1]))
 
     def step(state: TrainState, batch: Assessed) -> tuple[TrainState, dict]:
         batch = fit(batch if routed else _unrouted(batch), place.rows, place.columns)
+        others = part(lm.table, state.params)[1]
         with jax.set_mesh(place.mesh):
-            return updated(state, place.put(batch))
+            more = (others, place.put(np.uint32(seed))) if jax.tree.leaves(others) else ()
+            new, metrics = updated(own(state), place.put(batch), *more)
+        return whole(new, state), metrics
 
     def score(state: TrainState, rollout: Rollout) -> Outputs:
         return _on_host(scored, place, rollout, routed, state.params, state.moments)
 
     programs = {"begin": born, "adopt": begun, "train": updated, "score": scored}
-    return Trained(lm, place, begin, adopt, step, score, programs)
+    return Trained(lm, place, begin, adopt, own, whole, step, score, programs)
 
 
-def frozen(lm: LM, place: Place, adjust: Callable, precision: str | None = None) -> Frozen:
-    """`precision` is what the role holds matrices in; None: as they come."""
-    scored = scorer(lm, place, adjust)
+def stored(lm: LM, params):
+    """Parameters as a trained role has them: frozen matrices, which need no more, in the dtype of their products."""
+    one = lambda t, w: cast(t, w, lm.compute) if t.frozen and w is not None else w
+    return map_table(one, lm.table, params)
+
+
+def frozen(
+    lm: LM, place: Place, adjust: Callable, precision: str | None = None, kept: Kept | None = None
+) -> Frozen:  # fmt: skip
+    """`precision` is what the role holds matrices in; None: as they come. What never changes and comes as the role
+    holds it, `kept` gives to all that lie alike."""
+    scored, kept = scorer(lm, place, adjust), kept or Kept()
 
     born = jax.jit(lambda seed: hold(lm.table, init(lm.table, jax.random.key(seed), place.placement.zero), precision))
     held = jax.jit(lambda params: hold(lm.table, params, precision))
@@ -106,8 +136,13 @@ def frozen(lm: LM, place: Place, adjust: Callable, precision: str | None = None)
         with jax.set_mesh(place.mesh):
             return born(place.put(np.uint32(seed)))
 
-    def freeze(params):
-        return move(narrow(params), place.shardings(lm, precision), share=precision is not None)
+    def freeze(params, still=None):
+        where = place.shardings(lm, precision)
+        if precision is not None:
+            return move(narrow(params), where, share=True)
+        still = still or jax.tree.map(lambda w: False, params)
+        of = lambda tree, kind: jax.tree.map(lambda x, known: x if known == kind else None, tree, still)
+        return join(move(of(params, False), of(where, False)), kept(of(params, True), of(where, True))[0])
 
     def score(params, rollout: Rollout) -> Outputs:
         return _on_host(scored, place, rollout, False, params, _whole(np.zeros(3, np.float32), place))

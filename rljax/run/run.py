@@ -7,6 +7,7 @@ from rljax.data.problems import Task
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import UserError
 from rljax.generate.sampling import Sampling
+from rljax.model.lora import LoRA, adapted
 from rljax.model.quantize import EIGHT, FROZEN, TRAINED
 from rljax.model.table import LM
 from rljax.run.metrics import Tracker
@@ -38,6 +39,8 @@ class Role:
     reference is the actor as it started, and a critic has the critic of what the actor starts from or, with a new head,
     its backbone. A head that is not in what a role starts from is fresh.
 
+    With `lora`, what a trained role starts from stays as it is: only adapters to it, and a value head, are trained.
+
     `params` is what matrices are held in: "float32"; "bfloat16", where a role is trained besides a float32 master; or
     of a frozen role "int8" or "float8", with a scale for each output channel. None is float32, or of a frozen role
     whatever it comes in.
@@ -48,6 +51,7 @@ class Role:
     optimizer: AdamW | None = None
     head: str | None = None  # "tokens" or "value"; None: what the role's name says
     params: str | None = None
+    lora: LoRA | None = None
 
     def __post_init__(self):
         known = TRAINED if self.optimizer else FROZEN
@@ -56,6 +60,9 @@ class Role:
             raise ValueError(f"params={self.params!r} must be {' or '.join(map(repr, known))}, or None{only}")
         if self.head not in (None, "tokens", "value"):
             raise ValueError(f"head={self.head!r} must be 'tokens' or 'value'")
+
+    def build(self, heads: tuple[str, ...] = ("tokens",)) -> LM:
+        return adapted(self.lm.build(heads), self.lora)
 
 
 @dataclass(frozen=True)
@@ -199,8 +206,13 @@ class Run:
                 continue
             if name in trained and role.optimizer is None:
                 raise UserError(f"roles.{name}.optimizer is None, but a run trains its {name}: set an AdamW(...)")
-            if name not in trained and role.optimizer is not None:
-                raise UserError(f"roles.{name}.optimizer: only actor and critic are trained; leave it None")
+            for option in ("optimizer", "lora"):
+                if name not in trained and getattr(role, option) is not None:
+                    raise UserError(f"roles.{name}.{option}: only actor and critic are trained; leave it None")
+            try:
+                adapted(role.lm.build(), role.lora)
+            except ValueError as error:
+                raise UserError(f"roles.{name}.lora: {error}") from None
             if name not in ("critic", "reference") and role.start is None:
                 raise UserError(f"roles.{name}.start is None: set Fresh(), a run directory or a Run")
             if role.optimizer and role.params == "bfloat16" and (c := getattr(role.lm, "compute", None)) == "float32":
@@ -282,7 +294,7 @@ class Run:
 
     def models(self) -> dict[str, LM]:
         """The model of each role that has its own."""
-        return {name: role.lm.build(self.heads(name)) for name, role in self.roles.items() if isinstance(role, Role)}
+        return {name: role.build(self.heads(name)) for name, role in self.roles.items() if isinstance(role, Role)}
 
     @property
     def updates(self) -> int:

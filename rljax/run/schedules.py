@@ -144,7 +144,8 @@ def paired(run: Run, stages: Stages, states: dict, frozen: dict, first: int, sho
     for step in range(first, run.steps + 1):
         clock, began = Clock(show), perf_counter()
         with clock("reshard"):
-            source = frozen["reference"] if run.pairs.of == "reference" else states["actor"].params
+            reference = run.pairs.of == "reference"
+            source = stages.acting("reference", frozen["reference"]) if reference else states["actor"].params
             params, moved = stages.publish(source)
             jax.block_until_ready(params)
         found, _, metrics = collect(run, stages, params, step, clock)

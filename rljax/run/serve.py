@@ -66,7 +66,7 @@ def load(
     stages = build(run, file)
     at, role, heads = stages.generate, run.roles["actor"], run.heads("actor")
     if not checkpoint:
-        found = parameters(where, role.lm, heads, at.mesh, at.placement.zero, step)
+        found = parameters(where, role, heads, at.mesh, at.placement.zero, step)
         return run, stages, found.params, found.step
     dtype = lambda t: role.lm.compute if t.matrix else "float32"
     params = imported(target, role.lm, heads, at.mesh, at.placement.zero, dtype=dtype, progress=progress).params

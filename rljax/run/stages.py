@@ -14,8 +14,8 @@ from rljax.data.rows import Prompts
 from rljax.generate.decode import generate
 from rljax.generate.sampling import Sampling
 from rljax.mesh.file import MeshFile
-from rljax.mesh.move import bytes_to_move, move
-from rljax.model.table import graft, map_table
+from rljax.mesh.move import Kept, bytes_to_move, move
+from rljax.model.table import completed, graft, join, learned, map_table, part
 from rljax.run.place import Place, compiled, place
 from rljax.run.roles import Frozen, Trained, frozen, trained
 from rljax.run.run import Run
@@ -28,7 +28,8 @@ class Stages(NamedTuple):
     trained: dict[str, Trained]  # by role; the actor is one
     frozen: dict[str, Frozen]
     generate: Place
-    publish: Callable  # the actor's parameters -> (parameters on the generation mesh, bytes that had to move)
+    publish: Callable  # the actor's parameters -> (parameters on the generation mesh, bytes that had to move): frozen
+    # ones once, others each time
     complete: Callable  # parameters, Prompts, seed, step, version, Sampling, n -> Rollout
     programs: dict[str, Callable]  # the jitted functions behind all this, such as "generate" and "train/actor"
 
@@ -44,8 +45,15 @@ class Stages(NamedTuple):
 
     def copied(self, role: str, states: dict[str, TrainState]):
         """Parameters of a frozen role that are the actor's now."""
-        judge = self.frozen[role]
-        return judge.freeze(graft(judge.lm.table, self.actor.lm.table, states["actor"].params))
+        judge, table = self.frozen[role], self.actor.lm.table
+        still = graft(judge.lm.table, table, map_table(lambda t: t.frozen, table))
+        return judge.freeze(graft(judge.lm.table, table, states["actor"].params), still)
+
+    def acting(self, role: str, params):
+        """The actor's parameters that make it say what a frozen role of its kind says: fresh adapters add nothing."""
+        judge, table = self.frozen[role], self.actor.lm.table
+        place = judge.place
+        return completed(table, judge.lm.table, params, place.mesh, place.placement.zero, 0)
 
     def compiles(self) -> dict[str, int]:
         """Programs compiled so far, by stage: one for each shape that the stage has met."""
@@ -60,11 +68,11 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
     at = partial(place, mesh, devices=devices)
     lms, objective, adjust = run.models(), run.objective, run.sampling.adjust
     optimizer = lambda role: partial(run.roles[role].optimizer.build, run.updates)
-    lm = lms["actor"]
+    lm, kept = lms["actor"], Kept()
     players = {
         "actor": trained(
             lm, at(lm, "train"), objective.with_critic() if run.shared else objective, optimizer("actor"), adjust,
-            on_policy=run.on_policy, dtype=run.roles["actor"].params or "float32",
+            on_policy=run.on_policy, dtype=run.roles["actor"].params or "float32", seed=run.seed,
         )
     }  # fmt: skip
     gen = at(lm, "generate")
@@ -73,17 +81,17 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
         where = at(critic, "train", "critic")
         players["critic"] = trained(
             critic, where, objective.of_critic(), optimizer("critic"), adjust, on_policy=False, routed=False,
-            dtype=run.roles["critic"].params or "float32",
+            dtype=run.roles["critic"].params or "float32", seed=run.seed,
         )  # fmt: skip
     judges = {
-        role: frozen(lms[role], at(lms[role], "assess", role, trainable=False), adjust, run.roles[role].params)
+        role: frozen(lms[role], at(lms[role], "assess", role, trainable=False), adjust, run.roles[role].params, kept)
         for role in lms
         if role not in players
     }
 
     @jax.jit
     def cast(params):  # matrices travel in the dtype that they are multiplied in
-        return map_table(lambda t, w: w.astype(lm.compute) if t.matrix else w, lm.table, params)
+        return map_table(lambda t, w: w.astype(lm.compute) if t.matrix else w, learned(lm.table), params)
 
     @partial(compiled, static_argnames="n")
     def completed(params, ids, length, uid, seed, step, version, sampling, n):
@@ -94,11 +102,13 @@ def build(run: Run, mesh: MeshFile, devices=None) -> Stages:
         )  # fmt: skip
 
     def publish(params):
-        target, own = gen.shardings(lm), lm.compute != "float32"
+        (params, others), (target, there) = part(lm.table, params), part(lm.table, gen.shardings(lm))
+        own = lm.compute != "float32"
         if own:
             with jax.set_mesh(players["actor"].place.mesh):
                 params = cast(params)
-        return move(params, target, share=own), bytes_to_move(params, target)
+        others, sent = kept(others, there)
+        return join(move(params, target, share=own), others), sent + bytes_to_move(params, target)
 
     def complete(params, prompts: Prompts, seed: int, step: int, version: int, sampling: Sampling, n: int) -> Rollout:
         numbers = np.uint32(seed), np.uint32(step), np.int32(version)

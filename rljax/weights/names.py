@@ -16,6 +16,7 @@ from rljax.model.table import Tensor, is_tensor
 Index = tuple[slice, ...]  # with start and stop
 
 ONE_ROW = ("score.weight",)  # a Linear with one output: [1, in] there, and a vector here
+RANKS = (".lora_A.weight",)  # [r, in] there: its rows are not those of the matrix that it adds to
 
 
 class Interleaved(NamedTuple):
@@ -125,6 +126,7 @@ def pieces(t: Tensor, naming: Naming, table) -> list[Piece]:
             name, start = t.name.replace(part, whole), sum(sizes[: parts.index(part)])
             there = (sum(sizes), *there[1:])
     pairs = next((pairs for pairs in naming.interleaved if _has(t.name, pairs.name)), None)
+    pairs = None if t.name.endswith(RANKS) else pairs
     if pairs and rows % pairs.head:
         raise ValueError(f"{t.name} has {rows} rows, which are not heads of {pairs.head}")
     name = _renamed(name, naming)

@@ -33,9 +33,10 @@ class Saved(NamedTuple):
 
 def save(
     table, params, naming: Naming, directory, dtype,
-    shard_bytes: int = 5 * 10**9, progress: Progress | None = None,
+    shard_bytes: int = 5 * 10**9, progress: Progress | None = None, single: str = SINGLE, beside: dict | None = None,
 ) -> Saved:  # fmt: skip
-    """Writes the parameters of a table: model.safetensors or, of more than `shard_bytes`, several files and an index.
+    """Writes the parameters of a table: model.safetensors (or `single`) or, of more than `shard_bytes`, several files
+    and an index; and texts `beside` them, by the names of their files.
 
     `dtype` is one, or a function of Tensors. A layer or an expert at a time comes from the devices, each giving what it
     has of it. UserError where weights are there already or cannot be written, in which case no file is left, and where
@@ -51,8 +52,11 @@ def save(
     parts = stored(table, naming)
     entries = {name: Entry(parts[name][0][1].shape, dtype(parts[name][0][0])) for name in sorted(parts, key=_numbered)}
     size = {name: prod(entry.shape) * entry.dtype.itemsize for name, entry in entries.items()}
-    files, done, total = _files(size, shard_bytes), 0, sum(size.values())
+    files, done, total = _files(size, shard_bytes, single), 0, sum(size.values())
     with _whole(Path(directory)) as create:
+        for file, text in (beside or {}).items():
+            with create(file) as out:
+                out.write(text.encode())
         for file, names in files.items():
             # The library's order: of falling alignment, so that numbers are aligned, then by name.
             names = sorted(names, key=lambda name: (-RANK[entries[name].dtype], name))
@@ -88,7 +92,7 @@ def _numbered(name: str) -> list:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _files(size: dict[str, int], most: int) -> dict[str, list[str]]:
+def _files(size: dict[str, int], most: int, single: str) -> dict[str, list[str]]:
     """File -> names of its tensors: as many as it takes, in their order, or one that is larger than a file may be."""
     groups, room = [], 0
     for name, bytes in size.items():
@@ -98,7 +102,7 @@ def _files(size: dict[str, int], most: int) -> dict[str, list[str]]:
         groups[-1].append(name)
         room -= bytes
     number = lambda i: f"model-{i:05}-of-{len(groups):05}.safetensors"
-    return {number(i): names for i, names in enumerate(groups, 1)} if len(groups) > 1 else {SINGLE: groups[0]}
+    return {number(i): names for i, names in enumerate(groups, 1)} if len(groups) > 1 else {single: groups[0]}
 
 
 def _assembled(entry: Entry, parts: list[tuple[Tensor, Piece]], sources: dict[Tensor, jax.Array]) -> np.ndarray:

@@ -46,17 +46,17 @@ class Source(Protocol):
 
 
 class SafeTensors:
-    """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+    """The tensors of `model.safetensors`, or another file, or of those that `model.safetensors.index.json` names.
 
     Numbers come from the disk when a slice is copied, and are not checked before. UserError where the headers are not
     what the format demands, or the index not what the headers say.
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory, single: str = SINGLE):
         directory = Path(directory)
         self.path, self.read_bytes, self.tensors, self._data = str(directory), 0, {}, {}
-        if (directory / SINGLE).is_file():
-            self._open(directory / SINGLE, None)
+        if (directory / single).is_file():
+            self._open(directory / single, None)
         elif (directory / INDEX).is_file():
             for file, names in _index(directory).items():
                 self._open(directory / file, names)
