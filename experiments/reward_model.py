@@ -2,8 +2,8 @@
 
 Of each pair, a sum worked out is better: half the time than its answer alone, else than the same with a digit changed.
 The reward model (Bradley-Terry) starts from the actor that was shown sums, with a scalar head. The actor then seeks its
-score, and soon works every sum out; exact match is only reported. So small a model of what is right is no verifier:
-with `steps=40` its score goes on rising while answers go wrong, as Gao et al. 2022 (arXiv:2210.10760) describe.
+score until it works sums out; exact match is only reported. So small a model of what is right is no verifier: with
+`steps=40 until=null` its score goes on rising while answers go wrong, as Gao et al. 2022 (arXiv:2210.10760) describe.
 """
 
 from dataclasses import dataclass, replace
@@ -84,6 +84,7 @@ RUN = Run(
     n=8,
     minibatches=4,
     steps=10,
-    evaluation=Evaluation(every=2),
+    until=Reached("eval/length", 29.0),
+    evaluation=Evaluation(every=1),
     **COMMON,
 )
