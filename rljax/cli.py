@@ -204,6 +204,7 @@ def export(
         str | None,
         typer.Option("--head", help="tokens or value [default: the first that the role has]", show_default=False),
     ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="only what LoRA trained, as PEFT reads it")] = False,
     mesh: Mesh = None,
     as_json: AsJson = False,
 ) -> None:
@@ -212,7 +213,8 @@ def export(
     from rljax.run import export as exported
 
     with reading("write") as progress:
-        saved, at = exported.export(run, str(out), dtype, step, role, head, load(mesh) if mesh else None, progress)
+        file = load(mesh) if mesh else None
+        saved, at = exported.export(run, str(out), dtype, step, role, head, adapter, file, progress)
     if as_json:
         print(json.dumps({"step": at, "files": saved.files, "bytes": saved.bytes}))
     else:

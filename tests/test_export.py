@@ -183,6 +183,31 @@ def test_a_checkpoint_is_trained_and_goes_out_as_what_it_was(peer, folder, capsy
     assert json.loads(capsys.readouterr().out)["step"] is None
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft calling transformers
+def test_adapters_travel_alone_or_merged(run, capsys):
+    """peft on the checkpoint that training began with computes what the merged export does."""
+    peft = pytest.importorskip("peft")
+    import torch
+    import transformers
+
+    lora = 'roles.actor.lora={"$": "rljax.model.lora:LoRA", "rank": 2, "targets": ["q_proj", "down_proj"]}'
+    start = f'roles.actor.start="{peer_of(run)}"', "steps=2", "checkpoints.every=2"
+    assert train("adapted", *start, lora, "roles.actor.optimizer.lr=0.1") == 0
+    assert rljax("export", "adapted", "alone", "--adapter", "--dtype", "float32") == 0
+    assert rljax("export", "adapted", "together", "--dtype", "float32") == 0
+    rows = generated(capsys, "adapted", *PROMPTS)
+    for row, logp in zip(rows, likelihoods("together", rows), strict=True):
+        assert np.abs(np.array(row["logprobs"]) - logp).max() < 1e-4
+    base, whole = (transformers.AutoModelForCausalLM.from_pretrained(where) for where in ("plain", "together"))
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    with torch.no_grad():
+        plain, wanted = base(ids).logits, whole(ids).logits
+        got = peft.PeftModel.from_pretrained(base, "alone")(ids).logits
+    assert (got - wanted).abs().max() < 1e-4 < 1e-3 < (plain - wanted).abs().max()
+    assert rljax("export", run, "never", "--adapter") == 2
+    assert "--adapter: roles.actor has no adapters" in capsys.readouterr().err
+
+
 def test_ids_need_no_tokenizer(run, folder, capsys):
     shutil.copytree(peer_of(run), "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     rows = generated(capsys, "bare", "--ids", "2 3", "--greedy", "--max-new", "3")

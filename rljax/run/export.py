@@ -19,6 +19,7 @@ from rljax.run.place import place
 from rljax.run.run import Run
 from rljax.weights import config, families
 from rljax.weights.load import Progress
+from rljax.weights.peft import export_adapter
 from rljax.weights.save import Saved, save
 
 TOKENIZER = (
@@ -57,11 +58,12 @@ def origin_of(run: Run) -> Path | None:
 
 def export(
     target: str, out: str, dtype: str = "bfloat16", step: int | None = None, role: str = "actor",
-    head: str | None = None, mesh: MeshFile | None = None, progress: Progress | None = None,
+    head: str | None = None, adapter: bool = False, mesh: MeshFile | None = None, progress: Progress | None = None,
 ) -> tuple[Saved, int]:  # fmt: skip
     """Writes `out` whole or not at all; what was written, and the step that it is of.
 
     `head` "value" makes it a model for sequence classification, with one label: what critics and reward models are.
+    `adapter`: what was trained of a role with LoRA alone, in PEFT's format.
     """
     where = run_directory(target)
     _, run, file = recall(where)
@@ -72,15 +74,22 @@ def export(
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be {', '.join(DTYPES)}")
     own = "actor" if role == "critic" and run.shared else role
+    if adapter and (run.roles[own].lora is None or head == "value"):
+        raise UserError(f"--adapter: roles.{role} has no adapters to a model of tokens, lora and head say")
     model = run.roles[own].lm
-    family = families.family_of(model)
+    family, built = families.family_of(model), run.roles[own] if adapter else model
     with written(Path(out)) as partial:
         file = mesh or file
         devices.configure(file)
-        lm = model.build((head,))
+        lm = built.build((head,))
         at = place(file, lm, "train", own)
-        found = parameters(where, model, (head,), at.mesh, at.placement.zero, step, role=own)
-        saved = save(lm.table, found.params, family.naming(model), partial, dtype, progress=progress)
+        found = parameters(where, built, (head,), at.mesh, at.placement.zero, step, role=own)
+        naming, start = family.naming(model), origin_of(run)
+        if adapter:
+            whole = str(start) if start and is_checkpoint(start) else None
+            lora = run.roles[own].lora
+            return export_adapter(lm.table, found.params, lora, naming, partial, whole, dtype), found.step
+        saved = save(lm.table, found.params, naming, partial, dtype, progress=progress)
         files = files_of(run, where / ORIGIN, model, family, head, dtype)
         for name, text in files.items():
             (partial / name).write_text(text, "utf-8")
