@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from math import sqrt
 from typing import NamedTuple
 
 import command
@@ -110,12 +109,11 @@ def matmul(lab: Lab) -> Iterator[Row]:
 def rope(lab: Lab) -> Iterator[Row]:
     """the rotary table behind a barrier, instead of recomputed in every fusion that reads it"""
 
-    def free(positions, head, theta):
-        frequency = theta ** (-jnp.arange(head // 2, dtype=jnp.float32) / (head // 2))
+    def free(positions, frequency, amplitude):
         angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
-        return jnp.cos(angle), jnp.sin(angle)
+        return jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
 
-    yield from lab.compare("rope", lab.bench((nn, "rope", free)), lab.product, ("update", "generate"))
+    yield from lab.compare("rope", lab.bench((nn, "turn", free)), lab.product, ("update", "generate"))
 
 
 def unrolled(lab: Lab) -> Iterator[Row]:
@@ -151,10 +149,10 @@ def append(lab: Lab) -> Iterator[Row]:
 def decode_attention(lab: Lab) -> Iterator[Row]:
     """attention of one query a row by elementwise multiply and sum, instead of by einsum"""
 
-    def elementwise(q, k, v, mask):
+    def elementwise(q, k, v, mask, rule):
         (b, _, n, h), (k, v) = q.shape, (x.reshape(len(x), -1, *x.shape[3:]) for x in (k, v))
         q = q.reshape(b, 1, k.shape[2], -1, h)
-        scores = jnp.sum((q * k[:, :, :, None]).astype(jnp.float32), -1) / sqrt(h)
+        scores = rule.score(jnp.sum((q * k[:, :, :, None]).astype(jnp.float32), -1))
         mask = mask.reshape(*mask.shape[:2], -1)[:, 0, :, None, None]
         weights = jax.nn.softmax(jnp.where(mask, scores, attention.MASKED), 1).astype(v.dtype)
         return jnp.sum(weights[..., None] * v[:, :, :, None], 1, keepdims=True).reshape(b, 1, n, h)

@@ -172,11 +172,13 @@ def test_algorithms(experiment, tmp_path):
     assert {path.name for path in (out / "seed-0").iterdir()} == folders
     assert json.loads((out / "algorithms.json").read_text()) == outcome
     head, _, *rows = [line.strip("| ").split(" | ") for line in (out / "algorithms.md").read_text().splitlines()]
-    assert head == ["algorithm", "sampled before", "sampled after", "greedy before", "greedy after", "tokens, k"]
-    for name, before, after, *_, tokens in rows:
-        first, *_, last = curves[name]["sampled"]
-        assert before == f"{first[2]:.3f}" and after == f"{last[2]:.3f} ({last[2]:.2f}-{last[2]:.2f})"
-        assert tokens == f"{last[1] / 1e3:.0f}"
+    assert head == ["algorithm", "step 0", "step 1", "step 2", "range", "greedy", "range", "tokens, k"]
+    for name, *steps, spread, greedy, _, tokens in rows:
+        points = curves[name]["sampled"]
+        assert steps == [f"{value:.3f}" for *_, value in points]
+        last = points[-1]
+        assert spread == f"{last[2]:.2f}-{last[2]:.2f}" and tokens == f"{last[1] / 1e3:.0f}"
+        assert greedy == f"{curves[name]['greedy'][-1][2]:.3f}"
     ends = [curves[name]["sampled"][-1][2] for name, *_ in rows]
     assert sorted(name for name, *_ in rows) == sorted(names) and ends == sorted(ends, reverse=True)
     assert (out / "algorithms.png").read_bytes().startswith(b"\x89PNG")
