@@ -1,6 +1,7 @@
 """A strict laboratory: simulated devices, no silent broadcasting, warnings are errors, compiles are kept."""
 
 import os
+from pathlib import Path
 
 FLAGS = {
     "--xla_cpu_collective_call_terminate_timeout_seconds": "120",  # two busy cores may be slow to gather 8 devices
@@ -30,13 +31,30 @@ def model(request) -> str:
     return request.param
 
 
+MAPS = 40_000  # memory maps of a process, of the 65530 that Linux allows it: with more, XLA crashes
+SOMETIMES = 10  # so many tests between two counts
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs(request):
-    """Forgets what a module compiled: a program of XLA:CPU has hundreds of memory maps, and where a process has more
-    than Linux allows it (65530), XLA crashes."""
+    """Forgets what a module compiled: a program of XLA:CPU has hundreds of memory maps."""
     yield
-    for module in (request.module, tiny):
-        for value in vars(module).values():
+    forget(request.module)
+
+
+@pytest.fixture(autouse=True)
+def room(request, ran=[0]):  # noqa: B006
+    """Forgets what a module compiled so far, where there is hardly room for more."""
+    yield
+    ran[0] += 1
+    maps = Path("/proc/self/maps")
+    if ran[0] % SOMETIMES == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+        forget(request.module)
+
+
+def forget(module) -> None:
+    for each in (module, tiny):
+        for value in vars(each).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
     BUILT.clear()
