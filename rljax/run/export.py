@@ -84,10 +84,10 @@ def export(
         lm = built.build((head,))
         at = place(file, lm, "train", own)
         found = parameters(where, built, (head,), at.mesh, at.placement.zero, step, role=own)
-        naming, start = family.naming(model), origin_of(run)
+        naming = family.naming(model)
         if adapter:
-            whole = str(start) if start and is_checkpoint(start) else None
-            lora = run.roles[own].lora
+            start, lora = origin_of(run), run.roles[own].lora
+            whole = None if start is None else str(start)
             return export_adapter(lm.table, found.params, lora, naming, partial, whole, dtype), found.step
         saved = save(lm.table, found.params, naming, partial, dtype, progress=progress)
         files = files_of(run, where / ORIGIN, model, family, head, dtype)
