@@ -72,20 +72,35 @@ def positions(stripes: int, slots: int) -> Int[Array, "C T"]:
 def append(
     cache: Float[Array, "L B C T K H"], new: Float[Array, "B S K H"], layer: Int[Array, ""], lengths: Int[Array, "B"]
 ) -> Float[Array, "L B C T K H"]:
-    """Writes S tokens into one layer, each row at its own length, in place and without a branch."""
-    stripes, slots, s = *cache.shape[2:4], new.shape[1]
-    width = min(slots, (s - 1 + stripes - 1) // stripes + 1)  # slots that S tokens may touch
-    at = positions(stripes, width)
+    """Writes S tokens into one layer, each row at its own length, in place and without a branch.
 
-    def write(row, new, length):
-        start = jnp.minimum(length // stripes, slots - width)
-        if stripes == 1:
-            new = jax.reshard(new[None, None], spec_of(row))
-            return lax.dynamic_update_slice(row, new, (layer, 0, start, 0, 0))
-        old = lax.dynamic_slice(row, (layer, 0, start, 0, 0), (1, stripes, width, *row.shape[3:]))
-        which = at + stripes * start - length
-        fresh = new[None] if s == 1 else new.at[which].get(out_sharding=P("seq", None, *spec_of(new).partitions[1:]))
-        value = jnp.where(((0 <= which) & (which < s))[None, :, :, None, None], fresh[None], old)
-        return lax.dynamic_update_slice(row, value, (layer, 0, start, 0, 0))
-
-    return jax.vmap(write, in_axes=(1, 0, 0), out_axes=1)(cache, new, lengths)
+    Each stripe drops what belongs to others by pointing it beyond its slots. One scatter says all this, with rows and
+    stripes as its batch: mapped over rows, it would have them in front and transpose the whole cache at every layer.
+    """
+    _, _, stripes, slots, _, _ = cache.shape
+    s, spec = new.shape[1], spec_of(cache).partitions
+    width = (s - 1 + stripes - 1) // stripes + 1  # slots that S tokens may touch
+    every = lambda x: jax.reshard(jnp.broadcast_to(x, (len(new), stripes, width)), P(*spec[1:3]))
+    start, offset = lengths[:, None, None], jnp.arange(width)[None, None]
+    slot = every(start // stripes + offset)
+    which = every(positions(stripes, 1)[None] - start) + stripes * slot
+    slot = jnp.where((0 <= which) & (which < s), slot, slots + every(offset))
+    if stripes > 1 and s > 1:
+        take = lambda new, which: new.at[which].get(out_sharding=P("seq", None, *spec[4:]))
+        new = jax.vmap(take)(new, which)
+    else:
+        new = jnp.broadcast_to(new[:, None], (len(new), stripes, width, *new.shape[2:]))
+    return lax.scatter(
+        cache,
+        jnp.stack([jnp.full_like(slot, layer), slot], -1),
+        jax.reshard(new, P(*spec[1:])),
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(3, 4),
+            inserted_window_dims=(0, 3),
+            scatter_dims_to_operand_dims=(0, 3),
+            operand_batching_dims=(1, 2),
+            scatter_indices_batching_dims=(0, 1),
+        ),
+        unique_indices=True,
+        mode="drop",
+    )
