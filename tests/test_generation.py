@@ -382,6 +382,21 @@ def test_each_prompt_is_prefilled_once_and_attention_reads_a_growing_window():
     assert sorted(read) == sorted(2 * plan)
 
 
+@pytest.mark.parametrize("layout", [ONE, CONTEXT], ids=str)
+def test_a_token_is_written_into_the_cache_in_place(layout):
+    """Nothing in the loop over tokens makes an array as large as the cache, but for the write itself."""
+    call = sampler(layout, stop=(), chunk=5)
+    with jax.set_mesh(call.mesh):
+        jaxpr = jax.make_jaxpr(call.run)(*call.arguments(Sampling()))
+    carried = lambda e: {v.aval.shape for v in e.outvars if len(v.aval.shape) == 6}
+    loops = [e for e in tiny.equations(jaxpr.jaxpr) if e.primitive.name == "scan" and carried(e)]
+    assert loops
+    for loop in loops:
+        (cache,) = carried(loop)
+        inside = [e for e in tiny.equations(loop.params["jaxpr"].jaxpr) if cache in carried(e)]
+        assert {e.primitive.name for e in inside} <= {"scatter", "scan", "while", "jit", "pjit"}
+
+
 def test_data_parallel_decode_does_not_communicate_within_a_chunk():
     """A chunk is a scan within the loop over chunks, so whatever lies two loops deep happens at every token."""
 
