@@ -546,6 +546,21 @@ def test_a_checkpoint_is_adapted_and_goes_out_as_one(done, folder, capsys):
     assert export(folder / "from_files", folder / "out", "--dtype", "float32") == 0
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     theirs = {name: transformers.AutoModelForCausalLM.from_pretrained(folder / name) for name in ("files", "out")}
+
+    # the adapters alone name the files that they belong to, and are a checkpoint like any other
+    alone = folder / "alone"
+    assert export(folder / "from_files", alone, "--adapter", "--dtype", "float32") == 0
+    whole = checkpoint.parameters(folder / "from_files", m, ("tokens",), at, 3).params
+    assert trial.identical(imported(alone, m, ("tokens",), at, 3).params, whole)
+    capsys.readouterr()
+    assert trial.rljax("generate", alone, *prompts, "--json") == 0
+    for row, same in zip(rows, map(json.loads, capsys.readouterr().out.splitlines()), strict=True):
+        assert row["ids"] == same["ids"] and np.abs(np.subtract(row["logprobs"], same["logprobs"])).max() < 1e-4
+    changed = f"roles.actor.start={alone}", "steps=1"
+    assert trial.rljax("train", file, "--run-dir", folder / "from_alone", *changed) == 0
+    assert export(folder / "from_alone", folder / "again", "--adapter") == 0
+    named = json.loads((folder / "again" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named is None  # PEFT could not load the sum that these belong to
     gaps = {"files": 0.0, "out": 0.0}
     for row in rows:
         ids = torch.tensor([row["prompt_ids"] + row["ids"]])

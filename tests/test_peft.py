@@ -22,6 +22,7 @@ from rljax.model import lora as low_rank
 from rljax.model.forward import hidden
 from rljax.model.lora import LoRA, adapted
 from rljax.model.table import map_table, part, shardings
+from rljax.run.imported import imported, is_checkpoint
 from rljax.types import Tokens
 from rljax.weights import config, families
 from rljax.weights.load import load
@@ -147,6 +148,8 @@ def test_what_peft_saved_computes_here_what_it_computes_there(case, folder, peft
         params = low_rank.attached(lm.table, params, loaded.params)
         expected = logits_of(theirs)
         assert close(logits(lm, params), expected)
+        whole = imported(where, m, ("tokens",), ONE.mesh(), 3).params  # as a start or TARGET: with the products added
+        assert close(logits(m.build(), whole), expected)
         assert not close(logits_of(of_transformers(base)), expected)  # control: the adapters say something
 
 
@@ -256,6 +259,16 @@ def test_files_that_are_missing_or_do_not_fit_are_named(folder, tmp_path):
         load_adapter(other.table, tmp_path / "adapter", naming, ONE.mesh(), 3)
     with pytest.raises(UserError, match="have model.layers.{}.self_attn.q_proj within self_attn.qkv_proj"):
         export_adapter(lm.table, params, lora, PHI3, tmp_path / "fused")
+    m = ours(peer("llama", folder))[0]
+    for name in (None, "some/model", str(tmp_path)):  # of the hub, or a directory of something else
+        (tmp_path / "adapter" / CONFIG).write_text(json.dumps(GOOD | {"base_model_name_or_path": name}))
+        assert is_checkpoint(tmp_path / "adapter")
+        with pytest.raises(UserError, match=f"base_model_name_or_path='{name or ''}' is no directory in Hugging Face"):
+            imported(tmp_path / "adapter", m, ("tokens",), ONE.mesh(), 3)
+    named = GOOD | {"base_model_name_or_path": str(peer("llama", folder)), "target_modules": ["q_prj"]}
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(named))
+    with pytest.raises(UserError, match="targets has 'q_prj', a matrix that the model lacks"):
+        imported(tmp_path / "adapter", m, ("tokens",), ONE.mesh(), 3)
     full = SimpleNamespace(path=tmp_path / "full")
     full.path.mkdir()
     (full.path / f".{CONFIG}.partial").symlink_to("/dev/full")

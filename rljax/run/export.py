@@ -14,12 +14,12 @@ from rljax.mesh.file import MeshFile
 from rljax.run import devices
 from rljax.run.checkpoint import parameters
 from rljax.run.directory import recall, run_directory
-from rljax.run.imported import is_checkpoint
+from rljax.run.imported import base_of, is_checkpoint
 from rljax.run.place import place
 from rljax.run.run import Run
 from rljax.weights import config, families
 from rljax.weights.load import Progress
-from rljax.weights.peft import export_adapter
+from rljax.weights.peft import export_adapter, is_adapter
 from rljax.weights.save import Saved, save
 
 TOKENIZER = (
@@ -45,14 +45,14 @@ def keep(run: Run, where: Path) -> None:
 
 
 def origin_of(run: Run) -> Path | None:
-    """The directory in Hugging Face format that the actor starts from, by way of other runs or not."""
+    """The directory in Hugging Face format of the model that the actor starts from, by way of other runs or not."""
     start = run.roles["actor"].start
     if isinstance(start, Run):
         return origin_of(start)
     if not isinstance(start, str):
         return None
     if is_checkpoint(start):
-        return Path(start)
+        return base_of(start)
     return folder if is_checkpoint(folder := Path(start) / ORIGIN) else None
 
 
@@ -86,9 +86,12 @@ def export(
         found = parameters(where, built, (head,), at.mesh, at.placement.zero, step, role=own)
         naming = family.naming(model)
         if adapter:
-            start, lora = origin_of(run), run.roles[own].lora
-            whole = None if start is None else str(start)
-            return export_adapter(lm.table, found.params, lora, naming, partial, whole, dtype), found.step
+            start = run.roles[own].start
+            named = isinstance(start, str) and is_checkpoint(start) and not is_adapter(start)
+            whole = start if named else None  # what else it starts from is no directory that PEFT could load
+            return export_adapter(
+                lm.table, found.params, run.roles[own].lora, naming, partial, whole, dtype
+            ), found.step
         saved = save(lm.table, found.params, naming, partial, dtype, progress=progress)
         files = files_of(run, where / ORIGIN, model, family, head, dtype)
         for name, text in files.items():

@@ -1,4 +1,7 @@
-"""Where a role starts from a directory in Hugging Face format: its settings, and its weights straight onto a mesh."""
+"""Where a role starts from a directory in Hugging Face format: its settings, and its weights straight onto a mesh.
+
+Adapters in PEFT's format are such a directory too: that of the model they belong to, with what they add to it.
+"""
 
 import json
 from dataclasses import fields
@@ -9,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from rljax.errors import UserError
-from rljax.model.table import completed
-from rljax.weights import config, families
+from rljax.model.lora import adapted, attached, merged
+from rljax.model.table import LM, completed
+from rljax.weights import config, families, peft
 from rljax.weights.load import Progress, load
+from rljax.weights.names import Naming
 from rljax.weights.source import SafeTensors
 
 HEAD = ("score.weight",)  # what a model to be trained may have, and a checkpoint lack
@@ -29,9 +34,21 @@ def is_checkpoint(target) -> bool:
     """Whether a start or TARGET is in Hugging Face format, rather than the directory of a run."""
     path = Path(target) / "config.json"
     try:
-        return "model_type" in json.loads(path.read_text("utf-8"))
+        return peft.is_adapter(target) or "model_type" in json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return False
+
+
+def base_of(directory) -> Path:
+    """The directory of the model that adapters belong to, which may lie beside them; that of a model itself."""
+    if not peft.is_adapter(directory):
+        return Path(directory)
+    name = peft.base_name(directory)
+    for path in (Path(name), Path(directory) / name):
+        if name and not peft.is_adapter(path) and is_checkpoint(path):
+            return path
+    where = f"{Path(directory) / peft.CONFIG}: base_model_name_or_path={name!r}"
+    raise UserError(f"{where} is no directory in Hugging Face format; set it to that of the model, on this machine")
 
 
 def decoder(directory):
@@ -40,7 +57,8 @@ def decoder(directory):
 
 
 def settings(directory) -> config.Config:
-    return config.Config(config.read(Path(directory)), str(Path(directory) / "config.json"))
+    base = base_of(directory)
+    return config.Config(config.read(base), str(base / "config.json"))
 
 
 def imported(
@@ -58,9 +76,28 @@ def imported(
         name = differs[0]
         here = f"roles.{role}.lm.{name}={_of(model, name)!r}"
         raise UserError(f"{here}, but {c.where} says {_of(found, name)!r}: use the model that it describes")
-    source, naming = SafeTensors(directory), families.family(c).naming(found)
+    source, naming = SafeTensors(base_of(directory)), families.family(c).naming(found)
+    add = _adding(directory, lm, naming, mesh, zero) if peft.is_adapter(directory) else lambda loaded: loaded.params
     loaded = load(lm.table, source, naming, mesh, zero, dtype, optional=HEAD, progress=progress)
-    return Restored(completed(lm.table, loaded.table, loaded.params, mesh, zero, seed), None, [0.0, 0.0, 0.0])
+    return Restored(completed(lm.table, loaded.table, add(loaded), mesh, zero, seed), None, [0.0, 0.0, 0.0])
+
+
+def _adding(directory, lm: LM, naming: Naming, mesh: jax.sharding.Mesh, zero: int):
+    """What makes of a loaded model its parameters with adapters added. These are read first, so that they are refused
+    before the model is allocated."""
+    settings = peft.read_adapter(directory)
+    try:
+        table = adapted(lm, settings).table
+    except ValueError as error:
+        raise UserError(f"{Path(directory) / peft.CONFIG}: {error}") from None
+    own = peft.load_adapter(table, directory, naming, mesh, zero).params
+
+    def add(loaded):
+        there = adapted(lm._replace(table=loaded.table), settings).table
+        with jax.set_mesh(mesh):
+            return jax.jit(lambda base, own: merged(attached(there, base, own)), donate_argnums=0)(loaded.params, own)
+
+    return add
 
 
 def _of(model, name: str):

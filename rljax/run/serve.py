@@ -16,7 +16,7 @@ from rljax.mesh.file import parse
 from rljax.run import devices
 from rljax.run.checkpoint import parameters
 from rljax.run.directory import recall, run_directory
-from rljax.run.imported import decoder, imported, is_checkpoint
+from rljax.run.imported import base_of, decoder, imported, is_checkpoint
 from rljax.run.run import Role, Run
 from rljax.run.schedules import supervised
 from rljax.run.stages import Stages, build
@@ -75,10 +75,10 @@ def load(
 
 def of_checkpoint(target: str, compute: str, chat: bool) -> Run:
     """A run whose actor is a checkpoint, to generate with."""
-    lm = replace(decoder(target), compute=compute)
-    tokenizer = Numbers(lm.vocab, stop_ids(Path(target)))
-    if (Path(target) / "tokenizer.json").is_file():
-        tokenizer = Pretrained(target, chat=chat and templated(target))
+    lm, base = replace(decoder(target), compute=compute), base_of(target)
+    tokenizer = Numbers(lm.vocab, stop_ids(base))
+    if (base / "tokenizer.json").is_file():
+        tokenizer = Pretrained(str(base), chat=chat and templated(str(base)))
     return Run(
         roles={"actor": Role(lm, start=target, optimizer=AdamW())}, task=NoTask(), tokenizer=tokenizer,
         objective=sft(), schedule=supervised, max_new=128,

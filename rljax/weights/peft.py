@@ -24,15 +24,28 @@ UNSAID = (  # what says nothing of the function that base and adapters compute
 BEGUN = True, False, "gaussian"  # initializations that leave the base as it is
 
 
-def read_adapter(directory) -> LoRA:
-    """What `adapter_config.json` says. UserError naming an option that is not supported."""
-    path = Path(directory) / CONFIG
+def is_adapter(directory) -> bool:
+    return (Path(directory) / CONFIG).is_file()
+
+
+def base_name(directory) -> str:
+    """What the model is called that adapters belong to; "" where that is not said."""
+    return _settings(Path(directory) / CONFIG).get("base_model_name_or_path", None) or ""
+
+
+def _settings(path: Path) -> Config:
     try:
         values = json.loads(path.read_text("utf-8"))
-        config = Config({key: value for key, value in values.items() if value not in ({}, [])}, str(path))
+        return Config({key: value for key, value in values.items() if value not in ({}, [])}, str(path))
     except (OSError, ValueError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or "it is no JSON object"
         raise UserError(f"{path} cannot be read: {reason}; give a directory that PEFT saved an adapter to") from None
+
+
+def read_adapter(directory) -> LoRA:
+    """What `adapter_config.json` says. UserError naming an option that is not supported."""
+    path = Path(directory) / CONFIG
+    config = _settings(path)
     config.only("peft_type", "LORA")
     config.only("bias", "none")
     config.only("init_lora_weights", *BEGUN)
