@@ -146,9 +146,11 @@ def test_the_work_of_an_update_is_what_jax_traces(name, layout, strategy):
     assert cost.train(m, place, ROWS, TIME) * layout.devices == place.microbatches * traced
 
 
-def test_the_work_of_generation_is_what_jax_traces():
+@pytest.mark.parametrize("name", ["plain", "latent"])
+def test_the_work_and_the_caches_of_generation_are_what_jax_traces(name):
     """Of prompts and the logits after them, and of one more token that reads 24 of the cache's slots."""
-    lm, mesh, place = M.build(), Layout().abstract(), Placement(layout=Layout())
+    m = MODELS[name]
+    lm, mesh, place = m.build(), Layout().abstract(), Placement(layout=Layout())
 
     def born(*shape):
         return jax.ShapeDtypeStruct(
@@ -162,9 +164,10 @@ def test_the_work_of_generation_is_what_jax_traces():
         prompts = lambda params, ids, lengths: lm.prefill(params, ids, lengths, place)
         _, cache = jax.eval_shape(prompts, params, ids, lengths)
         begin = lambda *args: logits(args[0], prompts(*args)[0])
-        assert flops_of(begin, params, ids, lengths) == cost.forward(M, ROWS, TIME, ROWS)
+        assert flops_of(begin, params, ids, lengths) == cost.forward(m, ROWS, TIME, ROWS)
+        assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) == cost.cache(m, Layout(), ROWS, TIME)
         step = lambda params, *args: logits(params, lm.extend(params, *args, 24)[0])
-        assert flops_of(step, params, token, cache, lengths) == cost.decode(M, ROWS, [24])
+        assert flops_of(step, params, token, cache, lengths) == cost.decode(m, ROWS, [24])
 
 
 def test_stored_activations():

@@ -16,7 +16,7 @@ from rljax.generate.decode import generate, windows
 from rljax.generate.sampling import Sampling
 from rljax.mesh import Layout, Strategy
 from rljax.model.forward import logprobs
-from rljax.model.table import shardings
+from rljax.model.table import abstract, shardings
 from rljax.plan.hlo import collectives
 from rljax.types import LENGTH, PAD_UID, STOP
 
@@ -59,6 +59,9 @@ EXPERTS = {
     "window, ring": ("gemma", CONTEXT, dict(context="ring")),
     "window, pipe": ("gemma", Layout(pipe=2, data=2), {}),
     "latent, tensor seq": ("latent", CONTEXT, {}),
+    "latent, ring expert": ("latent", Layout(seq=2, tensor=2, expert=2), dict(context="ring")),
+    "latent, sequence parallel": ("latent", Layout(fsdp=2, tensor=4), dict(sequence_parallel=True)),
+    "latent, pipe": ("latent", Layout(fsdp=2, pipe=2, tensor=2), dict(microbatches=2)),
 }
 KIND = np.arange(8 * N) % 3  # of each row: greedy, top-k 1, plain
 MIXED = Sampling(
@@ -136,6 +139,30 @@ def test_the_recorded_logp_is_that_of_the_distribution_drawn_from(name):
     assert drawn > 100 and np.all(rollout.logp[~rollout.mask] == 0) and np.all(rollout.logp <= 0)
 
 
+def rescored(rollout, name, layout, sampling):
+    """The log-probabilities of completions as the trainer computes them."""
+    lm, mesh = MODELS[name].build(), layout.mesh()
+    with jax.set_mesh(mesh):
+        params = jax.device_put(tiny.weights(name), shardings(lm.table, mesh))
+        score = jax.jit(lambda p, tokens, mask: logprobs(lm, p, tokens, mask, sampling.adjust)[0])
+        return jax.device_get(score(params, *tiny.place((rollout.tokens, rollout.mask), mesh)))
+
+
+@pytest.mark.pitfall("T-50")
+@pytest.mark.pitfall("T-53")
+def test_a_sampler_of_latents_agrees_with_a_trainer_of_heads():
+    """A cache of latent attention keeps latents alone: no array in it is as wide as the heads' keys and values."""
+    rollout, m = sampler(name="latent")(SAMPLINGS["cold"]), MODELS["latent"]
+    assert np.abs(rescored(rollout, "latent", ALL, SAMPLINGS["cold"]) - rollout.logp).max() < 1e-4
+    lm = m.build()
+    params, mesh = abstract(lm.table, ONE.mesh()), ONE.mesh()
+    with jax.set_mesh(mesh):
+        prefill = lambda p, ids, length: lm.prefill(p, ids, length, Strategy())[1]
+        caches = jax.eval_shape(prefill, params, *tiny.place((prompts(), LENGTHS), mesh))
+    assert {cache.k.shape[2:] for cache in caches} == {(1, 6, 1, m.latent.keys + m.latent.turned)}
+    assert {cache.v for cache in caches} == {None}
+
+
 @pytest.mark.pitfall("T-50")
 @pytest.mark.pitfall("T-53")
 @pytest.mark.parametrize(
@@ -145,13 +172,9 @@ def test_the_recorded_logp_is_that_of_the_distribution_drawn_from(name):
 )
 def test_sampler_logp_equals_trainer_logp(name, layout):
     """What an on-policy ratio of 1 rests on. The trainer may lie on other devices than the sampler did."""
-    rollout, lm, mesh = sampler()(SAMPLINGS[name]), MODELS["rich"].build(), layout.mesh()
-    with jax.set_mesh(mesh):
-        params = jax.device_put(tiny.weights("rich"), shardings(lm.table, mesh))
-        score = jax.jit(lambda p, tokens, mask: logprobs(lm, p, tokens, mask, SAMPLINGS[name].adjust)[0])
-        trained = jax.device_get(score(params, *tiny.place((rollout.tokens, rollout.mask), mesh)))
-    ratio = np.exp(trained - rollout.logp)
-    assert np.abs(ratio - 1).max() < 1e-3 and np.abs(trained - rollout.logp).max() < 1e-4
+    rollout = sampler()(SAMPLINGS[name])
+    off = np.abs(rescored(rollout, "rich", layout, SAMPLINGS[name]) - rollout.logp).max()
+    assert np.expm1(off) < 1e-3 and off < 1e-4
     if SAMPLINGS[name] != Sampling():  # control: the raw distribution has other log-probabilities
         tok = rollout.tokens
         logits = tiny.oracle(MODELS["rich"], tiny.weights("rich"), tok.ids, tok.positions, tok.segments)
@@ -170,7 +193,9 @@ def test_every_layout_draws_the_same_tokens(case):
         assert tiny.identical(rest(one), rest(other))
 
 
-@pytest.mark.parametrize("case", tiny.ordinary(EXPERTS, "fsdp tensor expert", "pipe expert"))
+@pytest.mark.parametrize(
+    "case", tiny.ordinary(EXPERTS, "fsdp tensor expert", "pipe expert", "latent, ring expert", "latent, pipe")
+)
 def test_families_draw_the_same_tokens_on_every_layout(case):
     name, layout, strategy = EXPERTS[case]
     for s in (SAMPLINGS["plain"], GREEDY):

@@ -132,7 +132,7 @@ def attend(m, q, k, v, w, frame: Frame):
 
 def queries(m, x, w, turned: Ropes):
     """Queries, keys and values of a layer's heads, turned by position."""
-    h, table = normed(m, x, w.norm1), rope(m, turned, w)
+    h, w, table = entering(m, x, w, turned)
     if m.latent:
         return latent.queries(m, h, w, table, weight)
     every = m.qk_norm == "all"
@@ -146,6 +146,11 @@ def queries(m, x, w, turned: Ropes):
     q, k, v = products.column(h, *(weight(m, w) for w in (w.wq, w.wk, w.wv)))
     q, k = heads(q, w.bq, m.heads, w.q_norm), heads(k, w.bk, m.kv_heads, w.k_norm)
     return nn.rotate(q, table), nn.rotate(k, table), heads(v, w.bv, m.kv_heads)
+
+
+def entering(m, x, w, turned: Ropes):
+    """What the attention of a layer reads: the normalized stream, the layer's weights, and how to turn."""
+    return normed(m, x, w.norm1), w, rope(m, turned, w)
 
 
 def normed(m, x, w):

@@ -11,8 +11,21 @@ from jaxtyping import Array, Float, Int
 
 from rljax.mesh import Strategy, spec_of
 from rljax.mesh.verbs import whole
-from rljax.model import attention, order
-from rljax.model.blocks import Frame, attend, embed, look_up, norm, queries, rest, ropes, rule, stacks
+from rljax.model import attention, latent, order
+from rljax.model.blocks import (
+    Frame,
+    attend,
+    embed,
+    entering,
+    look_up,
+    norm,
+    queries,
+    rest,
+    ropes,
+    rule,
+    stacks,
+    weight,
+)  # fmt: skip
 from rljax.model.table import UNROLL
 from rljax.types import Tokens
 
@@ -21,11 +34,12 @@ from rljax.types import Tokens
 class Cache:
     """Keys and values in stripes over the C devices of the seq axis: slot t of stripe c holds token C t + c of a row.
 
-    So every stripe grows as fast as the others, and ring attention finds the keys of a prompt where they stay.
+    So every stripe grows as fast as the others, and ring attention finds the keys of a prompt where they stay. Latent
+    attention keeps `latent.entries` in place of keys, which values are part of.
     """
 
     k: Float[Array, "L B C T K H"]
-    v: Float[Array, "L B C T K U"]
+    v: Float[Array, "L B C T K U"] | None
     routes: Int[Array, "L B C T 1 k"] | None = None  # the experts chosen, where training shall replay them
 
 
@@ -33,10 +47,10 @@ def fill(m, layers, x: Float[Array, "B T D"], frame: Frame, strategy: Strategy) 
     """A stack of layers on whole sequences, and their keys and values."""
 
     def layer(x, w):
-        q, k, v = queries(m, x, w, frame.ropes)
+        q, k, v, kept = _made(m, x, w, frame.ropes)
         x, _, routes = rest(m, x, attend(m, q, k, v, w, frame), w, frame.segments.q)
         routes = routes[:, :, None] if _replayed(m, w) else None
-        return x, jax.tree.map(lambda y: order.stripes(y, strategy), Cache(k, v, routes))
+        return x, jax.tree.map(lambda y: order.stripes(y, strategy), Cache(*kept, routes))
 
     return _scan(layer, x, layers)
 
@@ -60,18 +74,28 @@ def advance(
     positions = lengths[:, None] + jnp.arange(x.shape[1])[None]
     turned = ropes(m, positions)
     distance = positions[:, :, None, None] - order.positions(stripes, read)[None, None]
-    write = lambda name, cache, new, i: {name: order.append(getattr(cache, name), new, i, lengths)}
+
+    def looked_up(x, w, cache, i):
+        """What attention reads, as heads' values, and the cache with these tokens."""
+        if m.latent:
+            q, k, values = latent.absorbed(m, *entering(m, x, w, turned), weight)
+            v = None
+        else:
+            q, k, v = queries(m, x, w, turned)
+        kept = jax.tree.map(lambda old, new: order.append(old, new, i, lengths), (cache.k, cache.v), (k, v))
+        k, v = jax.tree.map(lambda c: lax.dynamic_index_in_dim(c, i, keepdims=False)[:, :, :read], kept)
+        how, cache = rule(m, w), cache.replace(k=kept[0], v=kept[1])
+        if m.latent:
+            return values(attention.striped(q, k, k[..., : m.latent.keys], how.reaches(distance), how)), cache
+        return attention.striped(q, k, v, how.reaches(distance), how), cache
 
     def layer(carry, scanned):
         x, cache = carry
         i, w = scanned
-        q, k, v = queries(m, x, w, turned)
-        how = rule(m, w)
-        cache = cache.replace(**write("k", cache, k, i), **write("v", cache, v, i))
-        k, v = (lax.dynamic_index_in_dim(c, i, keepdims=False)[:, :, :read] for c in (cache.k, cache.v))
-        x, _, routes = rest(m, x, attention.striped(q, k, v, how.reaches(distance), how), w, jnp.ones_like(positions))
+        attended, cache = looked_up(x, w, cache, i)
+        x, _, routes = rest(m, x, attended, w, jnp.ones_like(positions))
         if _replayed(m, w):
-            cache = cache.replace(**write("routes", cache, routes[:, :, None], i))
+            cache = cache.replace(routes=order.append(cache.routes, routes[:, :, None], i, lengths))
         return (x, cache), None
 
     return _scan(layer, (x, cache), (first + jnp.arange(len(jax.tree.leaves(layers)[0])), layers))[0]
@@ -113,6 +137,16 @@ def extend(
         x, cache = advance(m, layers, x, cache, lengths, window)
         grown.append(cache)
     return norm(m, p, x), tuple(grown)
+
+
+def _made(m, x, w, turned):
+    """Queries, keys and values of whole sequences, and what a cache keeps of the latter."""
+    if not m.latent:
+        q, k, v = queries(m, x, w, turned)
+        return q, k, v, (k, v)
+    arguments = m, *entering(m, x, w, turned), weight
+    known = latent.known(*arguments)
+    return *latent.queries(*arguments, known), (latent.entries(known), None)
 
 
 def _replayed(m, w) -> bool:

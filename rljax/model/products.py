@@ -40,6 +40,11 @@ def each(f: Callable, w):
     return w.replace(base=f(w.base), down=f(w.down), up=f(w.up)) if is_low_rank(w) else f(w)
 
 
+def added(w) -> Float[Array, "D F"]:
+    """A matrix with what an adapter adds to it."""
+    return w.base + _low(jnp.einsum("dr,rf->df", w.down, w.up), w) if is_low_rank(w) else w
+
+
 def column(x: Float[Array, "B T D"], *ws) -> list[Float[Array, "B T F"]]:
     """x @ w of column-parallel matrices: x is gathered over tensor once where sequence parallelism splits it."""
     read = nn.whole(x)

@@ -36,21 +36,26 @@ class Work(NamedTuple):
         return sum(self)
 
 
-def blocks(m: Decoder, tokens: int, pairs: int, routed: int | None = None) -> Work:
-    """`pairs` of queries and keys have their score computed. Experts compute `routed` rows, or k for each token."""
+def blocks(m: Decoder, tokens: int, pairs: int, routed: int | None = None, cached: bool = False) -> Work:
+    """`pairs` of queries and keys have their score computed. Experts compute `routed` rows, or k for each token.
+
+    Queries of latent attention meet `cached` latents themselves; its matrices of keys and values then multiply what
+    asks and what was read, which is as much work as before.
+    """
     D, L, N, K, H, U, e, l = (
         m.width, m.layers, m.heads, m.kv_heads, m.head_dim, m.value_dim, m.experts, m.latent
     )  # fmt: skip
     into = D * H * (N + 2 * K)
     if l:
         into = D * (l.queries + l.keys + l.turned) + N * (H * (l.queries or D) + l.keys * (l.plain + U))
+    read = 2 * l.keys + l.turned if l and cached else H + U
     down = 2 * D * tokens * m.ffn * (m.dense if e else L)
     if e:
         rows = tokens * e.top_k if routed is None else routed
         down += 2 * D * (tokens * e.shared + rows * e.width) * (L - m.dense)
     return Work(
         into=2 * L * tokens * into + 2 * down,
-        scores=2 * L * pairs * N * (H + U),
+        scores=2 * L * pairs * N * read,
         out=2 * L * tokens * N * U * D,
         down=down,
         router=2 * (L - m.dense) * tokens * D * e.count if e else 0,
@@ -71,14 +76,16 @@ def forward(m: Decoder, rows: int, time: int, positions: int | None = None, caus
 
 def decode(m: Decoder, rows: int, reads: Iterable[int]) -> int:
     """FLOPs of a token a row for each entry of `reads`, which says how many keys its query is multiplied with."""
-    return sum(blocks(m, rows, rows * keys).total + logits(m, rows) for keys in reads)
+    return sum(blocks(m, rows, rows * keys, cached=True).total + logits(m, rows) for keys in reads)
 
 
 def cache(m: Decoder, layout: Layout, rows: int, slots: int) -> int:
-    """Bytes of a device's keys and values of `slots` tokens a row. A device has a whole head at least."""
-    heads = max(1, m.kv_heads // layout.tensor)
-    each = m.layers * heads * (m.head_dim + m.value_dim) * WIDTH[m.compute]
-    return rows // layout.rows * slots // layout.seq * each
+    """Bytes of a device's keys and values of `slots` tokens a row. A device has a whole head at least, and all of what
+    latent attention keeps."""
+    each = max(1, m.kv_heads // layout.tensor) * (m.head_dim + m.value_dim)
+    if m.latent:
+        each = m.latent.keys + m.latent.turned
+    return rows // layout.rows * slots // layout.seq * m.layers * each * WIDTH[m.compute]
 
 
 def predict(m: Decoder, place: Placement, rows: int, time: int, widths: Widths = OURS) -> dict:
