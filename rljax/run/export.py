@@ -1,11 +1,9 @@
 """A run's model as a directory in Hugging Face format: weights, settings, tokenizer."""
 
 import json
-import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from secrets import token_hex
 
 from rljax.data.pretrained import Pretrained
 from rljax.data.tokenizer_files import tokenizer_files
@@ -20,7 +18,7 @@ from rljax.run.run import Run
 from rljax.weights import config, families
 from rljax.weights.load import Progress
 from rljax.weights.peft import export_adapter, is_adapter
-from rljax.weights.save import Saved, save
+from rljax.weights.save import Saved, new_folder, save
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -146,15 +144,8 @@ def written(directory: Path):
     """A folder that takes a directory's name once it is whole. UserError where that is taken, or cannot be written."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} is there already and not empty; choose another, or remove it")
-    partial = directory.with_name(f".{directory.name}.{token_hex(4)}")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for each in partial.iterdir():  # on the disk before the directory has its name
-            with each.open("rb") as file:
-                os.fsync(file.fileno())
-        partial.rename(directory)
+        with new_folder(directory) as partial:
+            yield partial
     except OSError as error:
         raise UserError(f"{directory} cannot be written: {error.strerror}; choose another") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

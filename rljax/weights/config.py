@@ -16,6 +16,24 @@ SILENT = {
     "problem_type", "return_dict", "router_aux_loss_coef", "seq_aux", "task_specific_params", "tokenizer_class",
     "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache", "use_mla",
 }  # fmt: skip
+_INTEGERS = """
+    first_k_dense_replace head_dim hidden_size intermediate_size kv_lora_rank max_position_embeddings max_window_layers
+    moe_intermediate_size n_group n_routed_experts n_shared_experts num_attention_heads num_experts num_experts_per_tok
+    num_hidden_layers num_key_value_heads num_local_experts q_lora_rank qk_nope_head_dim qk_rope_head_dim r
+    sliding_window topk_group v_head_dim vocab_size
+"""
+_NUMBERS = """
+    attn_logit_softcapping final_logit_softcapping lora_alpha lora_dropout query_pre_attn_scalar rms_norm_eps
+    rope_local_base_freq rope_theta routed_scaling_factor
+"""
+_SWITCHES = "norm_topk_prob tie_word_embeddings use_rslora use_sliding_window"
+KINDS = {  # of settings, where they are said at all
+    **dict.fromkeys(_INTEGERS.split(), ((int,), "an integer")),
+    **dict.fromkeys(_NUMBERS.split(), ((int, float), "a number")),
+    **dict.fromkeys(_SWITCHES.split(), ((bool,), "true or false")),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), ((dict,), "an object")),
+    **dict.fromkeys(("layer_types", "mlp_only_layers"), ((list,), "a list")),
+}
 ABSENT = object()
 
 
@@ -26,11 +44,14 @@ class Config:
         self.values, self.where, self.asked = values, where, set()
 
     def get(self, key: str, default=ABSENT):
-        """A setting; UserError where it must be there and is not."""
+        """A setting; UserError where it must be there and is not, or is of another type."""
         self.asked.add(key)
         value = self.values.get(key, default)
-        if value is ABSENT:
+        if value is ABSENT or value is None and default is ABSENT:
             raise UserError(f"{self.where} lacks {key!r}, which {self.kind} needs")
+        types, named = KINDS.get(key, ((type(value),), ""))
+        if value is not None and type(value) not in types:
+            raise UserError(f"{self.where}: {key}={json.dumps(value)[:60]} must be {named}")
         return value
 
     def only(self, key: str, *known) -> None:

@@ -12,9 +12,10 @@ from rljax.errors import UserError, nearest
 from rljax.model.decoder import Decoder
 from rljax.model.latent import Latent
 from rljax.model.moe import Experts
-from rljax.model.rope import Linear, Llama3, Yarn, magnitude
+from rljax.model.rope import magnitude
 from rljax.weights.config import Config
 from rljax.weights.names import LLAMA, MIXTRAL, PHI3, Naming, deepseek
+from rljax.weights.scaling import rope, rope_written
 
 GELU = "gelu_pytorch_tanh"
 
@@ -31,7 +32,10 @@ class Family(NamedTuple):
 
 def read(config: Config) -> Decoder:
     """The decoder that a config.json describes. UserError naming what in it is not supported."""
-    m = family(config).read(config)
+    try:
+        m = family(config).read(config)
+    except (ValueError, ZeroDivisionError) as error:  # of settings that are none of a model
+        raise UserError(f"{config.where}: {error}") from None
     config.only("attention_dropout", 0.0)
     config.only("quantization_config", None)
     config.done()
@@ -83,7 +87,7 @@ def written(f: Family, m: Decoder) -> dict:
         "rms_norm_eps": m.norm_eps,
         "tie_word_embeddings": m.tied,
         "rope_theta": m.rope_theta,
-        "rope_scaling": _scaling(m),
+        "rope_scaling": rope_written(m),
         "attention_bias": False,
         "attention_dropout": 0.0,
         **f.write(m),
@@ -113,66 +117,6 @@ def _decoder(c: Config, eps: float = 1e-6, tied: bool = False, theta: float = 10
         )
         | options
     )
-
-
-def rope(c: Config, theta: float = 10_000.0, layers: str | None = None):
-    """Base and scaling; of version 5's settings for each kind of layer, those of `layers`."""
-    new, old, old_theta = c.get("rope_parameters", None), c.get("rope_scaling", None), c.get("rope_theta", None)
-    found = new if new and layers is None else (new or {}).get(layers)
-    found = dict(found or {}) | dict(old or {})
-    theta = float(found.pop("rope_theta", None) or old_theta or theta)
-    kind = found.pop("rope_type", found.pop("type", "default"))
-    found.pop("type", None)
-    if kind not in SCALINGS:
-        raise c.refusal("rope_scaling", kind, ", ".join(SCALINGS))
-    partial = found.pop("partial_rotary_factor", c.get("partial_rotary_factor", None))
-    if partial not in (None, 1):
-        raise c.refusal("partial_rotary_factor", partial, "1.0")
-    scaling = SCALINGS[kind](c, found)
-    if found:
-        key, value = next(iter(found.items()))
-        raise c.refusal(f"rope_scaling.{key}", value, "nothing")
-    return theta, scaling
-
-
-def _llama3(c: Config, s: dict) -> Llama3:
-    low, high = s.pop("low_freq_factor"), s.pop("high_freq_factor")
-    return Llama3(s.pop("factor"), low, high, s.pop("original_max_position_embeddings"))
-
-
-def _yarn(c: Config, s: dict) -> Yarn:
-    """With `mscale` as DeepSeek has it, or an amplitude that follows from the factor."""
-    original = s.pop("original_max_position_embeddings", None) or c.get("max_position_embeddings")
-    factor = s.pop("factor")
-    mscale, every, amplitude = s.pop("mscale", None), s.pop("mscale_all_dim", None), s.pop("attention_factor", None)
-    if amplitude is None:
-        amplitude = magnitude(factor, mscale) / magnitude(factor, every) if mscale and every else magnitude(factor)
-    fast, slow = s.pop("beta_fast", None) or 32, s.pop("beta_slow", None) or 1
-    return Yarn(factor, original, float(fast), float(slow), amplitude, s.pop("truncate", True))
-
-
-SCALINGS = {
-    "default": lambda c, s: None,
-    "linear": lambda c, s: Linear(s.pop("factor")),
-    "llama3": _llama3,
-    "yarn": _yarn,
-}
-
-
-def _scaling(m: Decoder) -> dict | None:
-    """`rope_scaling` of config.json."""
-    s = m.rope_scaling
-    match s:
-        case None:
-            return None
-        case Linear():
-            return {"rope_type": "linear", "factor": s.factor}
-        case Llama3():
-            ends = {"low_freq_factor": s.low, "high_freq_factor": s.high}
-            return {"rope_type": "llama3", "factor": s.factor, **ends, "original_max_position_embeddings": s.original}
-        case Yarn():
-            ends = {"beta_fast": s.fast, "beta_slow": s.slow, "truncate": s.rounded, "attention_factor": s.amplitude}
-            return {"rope_type": "yarn", "factor": s.factor, "original_max_position_embeddings": s.original, **ends}
 
 
 def _llama(c: Config) -> Decoder:
@@ -255,7 +199,7 @@ def _gemma_written(m: Decoder) -> dict:
 
 
 def _gemma3_written(m: Decoder) -> dict:
-    far = {"rope_theta": m.rope_theta, **(_scaling(m) or {"rope_type": "default"})}
+    far = {"rope_theta": m.rope_theta, **(rope_written(m) or {"rope_type": "default"})}
     near = {"rope_theta": m.window_theta, "rope_type": "default"}
     new = {"rope_parameters": {"full_attention": far, "sliding_attention": near}}
     return _gemma_written(m) | {"rope_local_base_freq": m.window_theta} | new
@@ -360,7 +304,7 @@ def _deepseek_v3(c: Config) -> Decoder:
 
 def _deepseek_written(m: Decoder) -> dict:
     l, e = m.latent, m.experts
-    scaling = _scaling(m)
+    scaling = rope_written(m)
     if scaling and m.query_scale is not None:
         every = (sqrt(m.query_scale * sqrt(m.head_dim)) - 1) / (0.1 * log(m.rope_scaling.factor))
         scaling["mscale_all_dim"] = round(every, 6)

@@ -1,15 +1,12 @@
 """A directory in Hugging Face format, made once of a GGUF file."""
 
 import json
-import os
 from math import prod
 from pathlib import Path
-from secrets import token_hex
-from shutil import rmtree
 
 from rljax.errors import UserError
 from rljax.weights.gguf import Gguf
-from rljax.weights.save import RANK, header
+from rljax.weights.save import RANK, header, new_folder
 from rljax.weights.source import SINGLE
 
 CHUNK = 2**24  # bytes, about, that are dequantized and written at a time
@@ -26,22 +23,15 @@ def prepare(path, directory) -> Path:
     files = {"config.json": json.dumps(gguf.config(), indent=2) + "\n", **gguf.tokenizer_files()}
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         return _made(gguf.path, directory, files)
-    partial = directory.with_name(f".{directory.name}.{token_hex(4)}")
     try:
-        partial.mkdir(parents=True)
-        for name, content in files.items():
-            (partial / name).write_text(content, "utf-8")
-        _write(gguf, partial / SINGLE)
-        for written in partial.iterdir():  # on the disk before the directory has its name
-            with written.open("rb") as file:
-                os.fsync(file.fileno())
-        partial.rename(directory)
+        with new_folder(directory) as partial:
+            for name, content in files.items():
+                (partial / name).write_text(content, "utf-8")
+            _write(gguf, partial / SINGLE)
     except OSError as error:
         if directory.is_dir() and any(directory.iterdir()):  # another process was first
             return _made(gguf.path, directory, files)
         raise UserError(f"{directory} cannot be written: {error.strerror}") from None
-    finally:
-        rmtree(partial, ignore_errors=True)
     return directory
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
 from typing import Any, NamedTuple
 
 import jax
@@ -139,6 +141,21 @@ def _layer(x, at: tuple):
         return lax.dynamic_slice(x, (*at, *(0,) * len(rest)), (1,) * stacked + rest)
 
     return jax.shard_map(body, out_specs=spec_of(x))(x, at)
+
+
+@contextmanager
+def new_folder(directory: Path) -> Iterator[Path]:
+    """A directory under another name, which takes its own once it is whole and on the disk, and is gone otherwise."""
+    partial = directory.with_name(f".{directory.name}.{token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for each in partial.iterdir():
+            with each.open("rb") as file:
+                os.fsync(file.fileno())
+        partial.rename(directory)
+    finally:
+        rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
