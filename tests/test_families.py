@@ -19,11 +19,12 @@ from rljax.generate.sampling import Sampling
 from rljax.mesh import BATCH, Strategy
 from rljax.model.forward import hidden, logprobs
 from rljax.model.rope import Linear, Llama3, Yarn
+from rljax.run.imported import imported
 from rljax.types import Tokens
 from rljax.weights import config, families
 from rljax.weights.load import load
 from rljax.weights.names import stored
-from rljax.weights.source import SafeTensors
+from rljax.weights.source import SINGLE, SafeTensors
 
 SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
@@ -261,6 +262,23 @@ def test_what_is_not_computed_here_is_refused_by_name(case, change, message, fol
     with pytest.raises(UserError) as error:
         families.read(edited(peer(case, folder)[1], **change))
     assert message in str(error.value)
+
+
+def test_a_tied_head_that_is_another_is_refused(folder, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    _, where = peer("gemma 2", folder)
+    m, *_ = ours(where)
+    tensors = load_file(where / SINGLE)
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    (tmp_path / "config.json").write_text((where / "config.json").read_text())
+    save_file(tensors, tmp_path / SINGLE)
+    read = imported(tmp_path, m, ("tokens",), ONE.mesh(), 3).params
+    assert np.array_equal(read.embed, head)  # a copy says nothing new
+    head[5] += 1
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(UserError, match="row 5 of lm_head.weight is not that of the embedding"):
+        imported(tmp_path, m, ("tokens",), ONE.mesh(), 3)
 
 
 def test_settings_of_older_files_are_read():

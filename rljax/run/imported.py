@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rljax.errors import UserError
 from rljax.model.lora import adapted, attached, merged
@@ -20,6 +21,7 @@ from rljax.weights.names import Naming
 from rljax.weights.source import SafeTensors
 
 HEAD = ("score.weight",)  # what a model to be trained may have, and a checkpoint lack
+ROWS = 64  # of an output head that is stored besides its embedding, to be compared
 
 
 class Restored(NamedTuple):
@@ -77,9 +79,24 @@ def imported(
         here = f"roles.{role}.lm.{name}={_of(model, name)!r}"
         raise UserError(f"{here}, but {c.where} says {_of(found, name)!r}: use the model that it describes")
     source, naming = SafeTensors(base_of(directory)), families.family(c).naming(found)
+    if found.tied:
+        _one_head(source)
     add = _adding(directory, lm, naming, mesh, zero) if peft.is_adapter(directory) else lambda loaded: loaded.params
     loaded = load(lm.table, source, naming, mesh, zero, dtype, optional=HEAD, progress=progress)
     return Restored(completed(lm.table, loaded.table, add(loaded), mesh, zero, seed), None, [0.0, 0.0, 0.0])
+
+
+def _one_head(source: SafeTensors) -> None:
+    """UserError where an output head is stored besides the embedding that it is said to be, and is another one: by some
+    of its rows, since every process would have to read both."""
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    if not {*names} <= {*source.tensors}:
+        return
+    vocab = source.tensors[names[1]].shape[0]
+    for row in range(0, vocab, max(1, vocab // ROWS)):
+        if not np.array_equal(*(source.read(name, (slice(row, row + 1), slice(None))) for name in names)):
+            rule = "config.json says tie_word_embeddings=true; set it to false, or remove the head"
+            raise UserError(f"{source.path}: row {row} of lm_head.weight is not that of the embedding, but {rule}")
 
 
 def _adding(directory, lm: LM, naming: Naming, mesh: jax.sharding.Mesh, zero: int):
