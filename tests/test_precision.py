@@ -33,6 +33,7 @@ from rljax.model.table import abstract, is_tensor, map_table, shardings
 from rljax.plan import parts
 from rljax.plan.topology import apart, report, topology
 from rljax.run.checkpoint import parameters
+from rljax.run.imported import imported
 from rljax.run.place import OPTIONS, Place
 from rljax.run.reference import checksums
 from rljax.run.roles import frozen
@@ -40,6 +41,8 @@ from rljax.run.run import Fresh, Pairing, Role
 from rljax.train.master import masters
 from rljax.train.optimizer import AdamW, held
 from rljax.train.step import start, update
+from rljax.weights import families
+from rljax.weights.save import save
 
 
 class Program:
@@ -355,6 +358,22 @@ def test_every_way_to_a_judge_holds_the_same(kind):
         like = lambda x, y: x.dtype == y.dtype and x.sharding.is_equivalent_to(y.sharding, x.ndim)
         assert all(jax.tree.leaves(jax.tree.map(like, copied, tree)))
     assert len({int(x) for x in sums}) > len(sums) // 2
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_what_is_narrowed_is_read_as_narrow_as_it_is_stored(stored, tmp_path):
+    m, mesh = tiny.MODELS["plain"], FSDP_TENSOR.mesh()
+    lm, family = m.build(), families.family_of(m)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(tiny.weights("plain"), shardings(lm.table, mesh, 3))
+    save(lm.table, params, family.naming(m), tmp_path, stored)
+    (tmp_path / "config.json").write_text(json.dumps(families.written(family, m)))
+    wide, read = (imported(tmp_path, m, ("tokens",), mesh, 3, dtype=d).params for d in ("float32", None))
+    kinds = map_table(lambda t, w: w.dtype == (stored if t.matrix else "float32"), lm.table, read)
+    assert all(jax.tree.leaves(kinds))
+    with jax.set_mesh(mesh):
+        narrow = jax.jit(lambda params: hold(lm.table, params, "int8"))
+        assert tiny.identical(narrow(read), narrow(wide))
 
 
 def test_a_large_models_judge_holds_a_byte_a_parameter():

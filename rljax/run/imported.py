@@ -69,6 +69,7 @@ def imported(
 ) -> Restored:  # fmt: skip
     """The parameters of `model.build(heads)`. A value head that the checkpoint lacks is fresh, drawn from `seed`.
 
+    `dtype` None keeps matrices as narrow as they are stored.
     UserError, before anything is allocated, where config.json or the tensors are those of another model.
     """
     c = settings(directory)
@@ -82,8 +83,16 @@ def imported(
     if found.tied:
         _one_head(source)
     add = _adding(directory, lm, naming, mesh, zero) if peft.is_adapter(directory) else lambda loaded: loaded.params
+    dtype = _stored(source) if dtype is None else dtype
     loaded = load(lm.table, source, naming, mesh, zero, dtype, optional=HEAD, progress=progress)
     return Restored(completed(lm.table, loaded.table, add(loaded), mesh, zero, seed), None, [0.0, 0.0, 0.0])
+
+
+def _stored(source: SafeTensors):
+    """The dtype of matrices that all have one of 16 bits, as a function of Tensors; else float32."""
+    kinds = {entry.dtype for entry in source.tensors.values() if len(entry.shape) > 1}
+    narrow = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+    return lambda t: narrow if t.matrix and narrow.itemsize == 2 else np.float32
 
 
 def _one_head(source: SafeTensors) -> None:

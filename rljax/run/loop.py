@@ -105,6 +105,8 @@ def first_states(
         if isinstance(start, str) and is_checkpoint(start):
             told = display and (lambda done, size: display.stage(f"read {role} {done / size:.0%}"))
             dtype = (lambda t: model.compute if t.matrix else "float32") if lora else "float32"
+            if run.roles[role].optimizer is None and run.roles[role].params is not None:
+                dtype = None  # what is narrowed next need not be wide before
             based(role, os.path.abspath(start), None)
             return imported(start, model, heads, *at_zero, seed=run.seed, dtype=dtype, progress=told, role=role)
         where = Path(start.where) if isinstance(start, Warm) else run_directory(start)
