@@ -25,7 +25,7 @@ test: install
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests  # a file shares what it compiles
 
 slow: $(VENV)-compile/.installed  # apart: the GPU compiler without a driver has much to say in every process
-	$(VENV)-compile/bin/python -m pytest -m slow tests
+	$(VENV)-compile/bin/python -m pytest -n $(JOBS) --dist loadfile -m slow tests
 $(VENV)-compile/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-compile
 	$(VENV)-compile/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,compile]'
