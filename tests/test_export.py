@@ -176,6 +176,7 @@ def test_a_checkpoint_is_trained_and_goes_out_as_what_it_was(peer, folder, capsy
     assert ours.apply_chat_template(talk) == theirs.apply_chat_template(talk)
     rows = generated(capsys, "trained", "--prompt", "What is 1 + 2?", "--max-new", "9")
     assert np.abs(np.array(rows[0]["logprobs"]) - likelihoods("back", rows)[0]).max() < 1e-4
+    assert rows[0]["prompt"] == theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     assert generated(capsys, "back", "--prompt", "What is 1 + 2?", "--max-new", "9") == rows
     raw = generated(capsys, "back", "--prompt", "What is 1 + 2?", "--max-new", "3", "--raw")
     assert raw[0]["prompt_ids"] == theirs("What is 1 + 2?")["input_ids"] and raw[0]["prompt"] == "What is 1 + 2?"

@@ -66,9 +66,9 @@ class Pretrained(Plain):
         utf8(text)  # the error of text that none can encode
         return opened(self).backend.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, stops: bool = False) -> str:
         """Special tokens that stop nothing are shown, and ids of no token as replacement signs."""
-        backend, stop = opened(self).backend, self.stop
+        backend, stop = opened(self).backend, () if stops else self.stop
         known = lambda i: i >= 0 and backend.id_to_token(i) is not None
         runs = [(known, list(run)) for known, run in groupby((i for i in map(int, ids) if i not in stop), known)]
         text = lambda run: backend.decode(run, skip_special_tokens=False)

@@ -34,8 +34,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of a text alone: nothing is added to it."""
 
-    def decode(self, ids) -> str:
-        """The text of ids, stop ids left out."""
+    def decode(self, ids, stops: bool = False) -> str:
+        """The text of ids, that of stop ids left out unless they are wanted."""
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:
         """Ids of what is asked, to the point where the answer begins."""
@@ -87,8 +87,9 @@ class Characters(Plain):
             raise UserError(f"tokenizer.alphabet={self.alphabet!r} lacks {text[ids.index(1)]!r}, which {text!r} uses")
         return ids
 
-    def decode(self, ids) -> str:
-        """Ids that are no character show as a null or replacement sign: a model's vocabulary may be padded."""
+    def decode(self, ids, stops: bool = False) -> str:
+        """A stop has no text. Ids that are no character show as a null or replacement sign: a model's vocabulary may be
+        padded."""
         shown = {0: "\N{SYMBOL FOR NULL}", 1: ""} | {i + 2: character for i, character in enumerate(self.alphabet)}
         return "".join(shown.get(int(i), "\N{REPLACEMENT CHARACTER}") for i in ids)
 
@@ -108,7 +109,7 @@ class Bytes(Plain):
     def encode(self, text: str) -> list[int]:
         return [byte + 2 for byte in utf8(text)]
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, stops: bool = False) -> str:
         """Bytes that are no UTF-8, and ids that are no byte, show as replacement signs, as in `Characters`."""
         shown = {0: "\N{SYMBOL FOR NULL}".encode(), 1: b""} | {byte + 2: bytes([byte]) for byte in range(256)}
         said = b"".join(shown.get(int(i), "\N{REPLACEMENT CHARACTER}".encode()) for i in ids)

@@ -95,8 +95,8 @@ class Numbers(Plain):
     def encode(self, text: str) -> list[int]:
         raise UserError(f'the checkpoint has no tokenizer.json, so {text[:40]!r} has no ids: give --ids "1 2 3"')
 
-    def decode(self, ids) -> str:
-        return " ".join(str(int(i)) for i in ids if int(i) not in self.stop)
+    def decode(self, ids, stops: bool = False) -> str:
+        return " ".join(str(int(i)) for i in ids if stops or int(i) not in self.stop)
 
 
 def complete(
@@ -116,7 +116,7 @@ def complete(
     for b, (begin, end) in enumerate(zip(rollout.prompt_length.tolist(), rollout.length.tolist())):
         row = rollout.tokens.ids[b]
         yield {
-            "prompt": run.tokenizer.decode(row[:begin]),
+            "prompt": run.tokenizer.decode(row[:begin], stops=True),
             "prompt_ids": row[:begin].tolist(),
             "ids": row[begin:end].tolist(),
             "text": run.tokenizer.decode(row[begin:end]),
