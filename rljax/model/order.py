@@ -75,7 +75,7 @@ def append(
     """Writes S tokens into one layer, each row at its own length, in place and without a branch.
 
     Each stripe drops what belongs to others by pointing it beyond its slots. One scatter says all this, with rows and
-    stripes as its batch: mapped over rows, it would have them in front and transpose the whole cache at every layer.
+    stripes as its batch: mapped over rows it has them in front, and XLA:CPU transposed the whole cache at every layer.
     """
     _, _, stripes, slots, _, _ = cache.shape
     s, spec = new.shape[1], spec_of(cache).partitions
