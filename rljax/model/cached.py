@@ -83,7 +83,7 @@ def advance(
         else:
             q, k, v = queries(m, x, w, turned)
         kept = jax.tree.map(lambda old, new: order.append(old, new, i, lengths), (cache.k, cache.v), (k, v))
-        k, v = jax.tree.map(lambda c: lax.dynamic_index_in_dim(c, i, keepdims=False)[:, :, :read], kept)
+        k, v = jax.tree.map(lambda c: _first(c, i, read), kept)
         how, cache = rule(m, w), cache.replace(k=kept[0], v=kept[1])
         if m.latent:
             return values(attention.striped(q, k, k[..., : m.latent.keys], how.reaches(distance), how)), cache
@@ -137,6 +137,12 @@ def extend(
         x, cache = advance(m, layers, x, cache, lengths, window)
         grown.append(cache)
     return norm(m, p, x), tuple(grown)
+
+
+def _first(cache: Float[Array, "L B C T K H"], layer, slots: int) -> Float[Array, "B C t K H"]:
+    """The first slots of a layer: in one slice, since compilers copy what they slice."""
+    _, b, c, _, *heads = cache.shape
+    return lax.dynamic_slice(cache, (layer, 0, 0, 0, 0, 0), (1, b, c, slots, *heads))[0]
 
 
 def _made(m, x, w, turned):
