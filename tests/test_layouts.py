@@ -67,7 +67,10 @@ def test_every_layout_of_experts_computes_the_single_device_update(case):
 
 @pytest.mark.pitfall("T-07")
 @pytest.mark.parametrize(
-    "case", tiny.ordinary(tiny.FAMILY_LAYOUTS, "gemma, ulysses", "olmo, gathered keys", "latent, ring")
+    "case",
+    tiny.ordinary(
+        tiny.FAMILY_LAYOUTS, "gemma, ulysses", "olmo, gathered keys", "latent, ring", "latent, expert tensor"
+    ),
 )
 def test_every_layout_of_a_family_computes_the_single_device_update(case):
     model, layout, strategy = tiny.FAMILY_LAYOUTS[case]
