@@ -12,20 +12,7 @@ from jaxtyping import Array, Float, Int
 from rljax.mesh import Strategy, spec_of
 from rljax.mesh.verbs import whole
 from rljax.model import attention, latent, order
-from rljax.model.blocks import (
-    Frame,
-    attend,
-    embed,
-    entering,
-    look_up,
-    norm,
-    queries,
-    rest,
-    ropes,
-    rule,
-    stacks,
-    weight,
-)  # fmt: skip
+from rljax.model.blocks import Frame, attend, embed, entering, look_up, norm, queries, rest, ropes, rule, stacks, weight
 from rljax.model.table import UNROLL
 from rljax.types import Tokens
 
